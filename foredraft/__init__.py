@@ -1,0 +1,1 @@
+"""Speculative decoding for large language models as gRPC services."""

@@ -1,0 +1,1 @@
+"""One causal language model behind slots of KV cache and a ragged batched forward."""

@@ -1,0 +1,1 @@
+"""Sampling as pure functions: noise, warpers, draft proposals and verification."""

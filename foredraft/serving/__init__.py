@@ -1,0 +1,1 @@
+"""What every service needs: start and stop, health, reflection, errors, the model thread."""

@@ -1,0 +1,1 @@
+"""Generated from protos/foredraft/v1 by tools/generate_stubs.py."""

@@ -1,0 +1,1 @@
+"""The orchestrator: the decode loop, the generation API and its client."""

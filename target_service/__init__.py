@@ -1,0 +1,1 @@
+"""The target service: verifies draft tokens and decides the final text."""
