@@ -1,0 +1,295 @@
+"""The settings of the three services: one flat set of names for flags, environment, YAML file and README.
+
+An option has one name. `max_draft_tokens` is the flag `--max-draft-tokens`, the variable
+`FOREDRAFT_MAX_DRAFT_TOKENS` and the key `max_draft_tokens` of the YAML file; flags win over the environment, which wins
+over the file, which wins over the defaults. What target and draft both have begins with `draft_` for the draft.
+`python -m foredraft.config` prints the README's table of options.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from foredraft.speculative_config import BLOCKS, ConfigError, suggest, translate
+
+ENV_PREFIX = "FOREDRAFT_"
+# Names in the environment that are no options of a service.
+OTHER_VARIABLES = frozenset({"FOREDRAFT_CONFIG", "FOREDRAFT_CACHE", "FOREDRAFT_ADDRESS"})
+# Kubernetes describes every Service to every container; one named foredraft-... makes such variables.
+KUBERNETES_VARIABLE = re.compile(
+    r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+
+
+def check_address(address: str) -> str:
+    """Return `address` if gRPC can listen on it or connect to it: "host:port", "[::1]:port" or "unix:path"."""
+    if address.startswith("unix:") and len(address) > len("unix:"):
+        return address
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("must be host:port, such as 127.0.0.1:50051, or unix:/path/to/socket")
+    return address
+
+
+Address = Annotated[str, AfterValidator(check_address)]
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+Mode = Literal["plain", "sequential", "overlapped"]
+
+
+class Settings(BaseModel):
+    """What every service has."""
+
+    # A field whose option name differs from the attribute (`listen` of the target) has it as its alias.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+
+    grace_s: float = Field(30.0, ge=0, le=86400, description="Seconds that running requests get on SIGTERM.")
+    max_message_bytes: int = Field(
+        16 * 2**20, ge=2**16, le=2**30, description="Largest gRPC message that is accepted, in bytes."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
+
+
+class TargetSettings(Settings):
+    """`foredraft target-server`."""
+
+    model: str = Field(description="Target model: Transformers directory, hub id or .gguf file.")
+    listen: Address = Field(
+        "127.0.0.1:50052", validation_alias="target_listen", description="Where the target service listens."
+    )
+    dtype: Dtype = Field("auto", description="Type of the target's weights; auto: bfloat16 where it is fast.")
+    device: Device = Field("auto", description="Where the target runs; auto: cuda if there is one.")
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs that the target is split over.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Most tokens of prompt and output; unset: the model's context, at most 4096."
+    )
+    max_sessions: int = Field(16, ge=1, le=4096, description="Sessions whose keys and values the target keeps.")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the target; unset: torch decides.")
+    prefill_chunk: int = Field(256, ge=1, description="Prompt tokens of a session that one pass of the target reads.")
+    idle_timeout_s: float = Field(
+        600.0, gt=0, validation_alias="target_idle_timeout_s", description="Seconds until a silent session is closed."
+    )
+
+
+class DraftSettings(Settings):
+    """`foredraft draft-server`."""
+
+    draft_model: str | None = Field(None, description="Draft model: Transformers directory, hub id or .gguf file.")
+    drafter: Literal["model", "ngram"] | None = Field(
+        None, description="What drafts if the request does not say; unset: model if there is a draft model, else ngram."
+    )
+    draft_layers: int | None = Field(
+        None, ge=1, description="Keep only this many first layers of the draft model: a model as its own draft."
+    )
+    listen: Address = Field(
+        "127.0.0.1:50053", validation_alias="draft_listen", description="Where the draft service listens."
+    )
+    dtype: Dtype = Field("auto", validation_alias="draft_dtype", description="Type of the draft's weights.")
+    device: Device = Field("auto", validation_alias="draft_device", description="Where the draft runs.")
+    max_model_len: int | None = Field(
+        None, ge=2, validation_alias="draft_max_model_len", description="As max_model_len, for the draft."
+    )
+    max_sessions: int = Field(
+        16, ge=1, le=4096, validation_alias="draft_max_sessions", description="As max_sessions, for the draft."
+    )
+    threads: int | None = Field(
+        None, ge=1, le=1024, validation_alias="draft_threads", description="CPU threads of the draft."
+    )
+    prefill_chunk: int = Field(
+        256, ge=1, validation_alias="draft_prefill_chunk", description="As prefill_chunk, for the draft."
+    )
+    branches: int = Field(6, ge=1, le=64, description="Verdicts of a round for which the draft prepares an answer.")
+    ngram_max: int = Field(3, ge=1, le=32, description="Longest run of last tokens that the n-gram drafter looks up.")
+    ngram_min: int = Field(1, ge=1, le=32, description="Shortest run of last tokens that the n-gram drafter looks up.")
+    idle_timeout_s: float = Field(
+        600.0, gt=0, validation_alias="draft_idle_timeout_s", description="Seconds until a silent session is closed."
+    )
+
+    @model_validator(mode="after")
+    def resolve(self) -> Self:
+        """Check what concerns several fields, and decide the default drafter."""
+        if self.drafter is None:
+            object.__setattr__(self, "drafter", "ngram" if self.draft_model is None else "model")
+        if self.draft_model is None and self.drafter == "model":
+            raise ValueError("drafter: model needs draft_model")
+        if self.draft_model is None and self.draft_layers is not None:
+            raise ValueError(
+                "draft_layers needs draft_model (give the target's model to draft with its own first layers)"
+            )
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min must be at most ngram_max, not {self.ngram_min} > {self.ngram_max}")
+        return self
+
+
+class OrchestratorSettings(Settings):
+    """`foredraft orchestrator`."""
+
+    listen: Address = Field("127.0.0.1:50051", description="Where the public API listens.")
+    target: Address = Field("127.0.0.1:50052", description="Address of the target service.")
+    draft: Address | None = Field("127.0.0.1:50053", description="Address of the draft service; null: none.")
+    mode: Mode = Field("overlapped", description="How draft and target work together if the request does not say.")
+    speculation_enabled: bool = Field(True, description="Whether to speculate at all; false: always plain decoding.")
+    max_draft_tokens: int = Field(4, ge=0, le=64, description="Most draft tokens of a round.")
+    target_accept_rate: float | None = Field(
+        None, ge=0, le=1, description="Draft only as far as the predicted accepted / drafted stays at least this."
+    )
+    max_new_tokens_limit: int | None = Field(
+        None, ge=1, description="Most tokens a request may ask for; unset: what the context holds."
+    )
+    target_wait_s: float = Field(10.0, ge=0, description="Seconds a request waits for a target that is gone.")
+    draft_timeout_s: float = Field(1.0, gt=0, description="Seconds a round waits for a proposal, then it goes plain.")
+    max_concurrent_requests: int = Field(64, ge=1, description="Requests that are worked on at a time.")
+    log_prompts: bool = Field(False, description="Whether prompts and outputs may appear in the logs.")
+
+
+SERVICES: tuple[type[Settings], ...] = (TargetSettings, DraftSettings, OrchestratorSettings)
+S = TypeVar("S", bound=Settings)
+
+
+def option_name(attribute: str, field: FieldInfo) -> str:
+    """The name of a field for users."""
+    return str(field.validation_alias or attribute)
+
+
+def options(*services: type[Settings]) -> dict[str, FieldInfo]:
+    """The options of these services by name."""
+    return {option_name(a, field): field for service in services for a, field in service.model_fields.items()}
+
+
+OPTIONS = options(*SERVICES)
+SCHEMAS = [service.model_json_schema() for service in SERVICES]
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path} must be a mapping from option names to values, such as `max_draft_tokens: 4`")
+    return content
+
+
+def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Options among the FOREDRAFT_* variables, empty ones left out; raises ConfigError for one that is not known."""
+    known = {ENV_PREFIX + name.upper(): name for name in [*OPTIONS, *BLOCKS]}
+    layer: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if variable in known:
+            if text:
+                layer[known[variable]] = text
+        elif (
+            variable.startswith(ENV_PREFIX)
+            and variable not in OTHER_VARIABLES
+            and not KUBERNETES_VARIABLE.fullmatch(variable)
+        ):
+            raise ConfigError(f"unknown environment variable {variable}{suggest(variable, [*known, *OTHER_VARIABLES])}")
+    return layer
+
+
+def collect(
+    flags: Mapping[str, Any], config: Path | None = None, environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """All options that were given, by name, the strongest source winning; raises ConfigError.
+
+    `flags` maps option names to values, None for flags that were not given; `config`, else FOREDRAFT_CONFIG, is a YAML
+    file. The text "null" is None, as in YAML.
+    """
+    path = config or (Path(environment["FOREDRAFT_CONFIG"]) if environment.get("FOREDRAFT_CONFIG") else None)
+    layers = {
+        str(path): read_yaml(path) if path else {},
+        "environment": read_environment(environment),
+        "command line": {name: value for name, value in flags.items() if value is not None},
+    }
+    values: dict[str, Any] = {}
+    for source, layer in layers.items():
+        for name in layer:
+            if name not in OPTIONS and name not in BLOCKS:
+                raise ConfigError(f"{source}: unknown option {name}{suggest(name, [*OPTIONS, *BLOCKS])}")
+        values |= translate(layer, source)
+    return {name: None if value == "null" else value for name, value in values.items()}
+
+
+def build(service: type[S], values: Mapping[str, Any]) -> S:
+    """The settings of one service out of options that may belong to any; raises ConfigError with every problem."""
+    mine = options(service)
+    try:
+        return service.model_validate({name: value for name, value in values.items() if name in mine})
+    except ValidationError as error:
+        raise ConfigError("\n".join(describe(problem) for problem in error.errors())) from None
+
+
+def describe(problem: Mapping[str, Any]) -> str:
+    """One line about one pydantic error."""
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return str(message)
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return f"{name} is required: --{name.replace('_', '-')}, {ENV_PREFIX}{name.upper()} or {name}: in the YAML file"
+    return f"{name}: {message[0].lower()}{message[1:]}, not {problem['input']!r}"
+
+
+def load(
+    service: type[S],
+    flags: Mapping[str, Any] | None = None,
+    config: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> S:
+    """The settings of one service; see `collect`. Raises ConfigError."""
+    return build(service, collect(flags or {}, config, environment))
+
+
+def dump(settings: Settings) -> dict[str, Any]:
+    """The given options of a service by name, such that `build` restores them."""
+    fields = type(settings).model_fields
+    return {option_name(name, fields[name]): getattr(settings, name) for name in settings.model_fields_set}
+
+
+def value_kind(name: str) -> str:
+    """What an option's values are, for users: `integer`, `auto | cpu | cuda`, ..."""
+    schema = next(s["properties"][name] for s in SCHEMAS if name in s["properties"])
+    schema = schema.get("anyOf", [schema])[0]
+    if "enum" in schema:
+        return " | ".join(schema["enum"])
+    kind = str(schema["type"])
+    return {"boolean": "true | false", "string": "text"}.get(kind, kind)
+
+
+def sections() -> list[tuple[str, list[str]]]:
+    """Option names under the heading of the one service that has them, or of all services."""
+    shared = list(options(Settings))
+    titles = ("Target", "Draft", "Orchestrator")
+    groups = [(t, [n for n in options(s) if n not in shared]) for t, s in zip(titles, SERVICES, strict=True)]
+    return [*groups, ("All services", shared)]
+
+
+def markdown_table() -> str:
+    """The table of all options for the README."""
+    lines = ["| Option | Values | Default | Meaning |", "|---|---|---|---|"]
+    for title, names in sections():
+        lines.append(f"| **{title}** | | | |")
+        for name in names:
+            field = OPTIONS[name]
+            default = "required" if field.is_required() else "unset"
+            if default == "unset" and field.default is not None:
+                default = f"`{json.dumps(field.default).strip(chr(34))}`"
+            kind = value_kind(name).replace("|", "\\|")
+            lines.append(f"| `{name}` | {kind} | {default} | {field.description} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown_table())
