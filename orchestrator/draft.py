@@ -1,0 +1,150 @@
+"""A session on the draft service. Nothing here ever holds up the decode loop: sending queues, receiving is a task."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from orchestrator.target import Metadata
+
+# Far more than a draft that reads its stream leaves waiting: three messages a round.
+MAX_UNSENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens and, for rejection and block verification, the distributions they were drawn from."""
+
+    token_ids: list[int]
+    q: common_pb2.SparseDistributions | None = None
+
+    def first(self, count: int) -> "Proposal":
+        """The first `count` tokens, with their distributions."""
+        if count >= len(self.token_ids):
+            return self
+        if self.q is None:
+            return Proposal(self.token_ids[:count])
+        size = 4 * self.q.support * count  # uint32 ids and float32 probabilities: 4 bytes each
+        q = common_pb2.SparseDistributions(
+            support=self.q.support, token_ids=self.q.token_ids[:size], probabilities=self.q.probabilities[:size]
+        )
+        return Proposal(self.token_ids[:count], q)
+
+
+class DraftSession:
+    """One Draft stream.
+
+    `failure` is the error that ended the stream, if one did; every method is safe then and does nothing.
+    `prepared_tokens` counts draft tokens that came for verdicts on the rounds announced with `verifying`.
+    """
+
+    def __init__(
+        self,
+        stub: draft_pb2_grpc.DraftServiceAsyncStub,
+        request: draft_pb2.OpenDraft,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata = (),
+    ) -> None:
+        self.failure: grpc.aio.AioRpcError | None = None
+        self.prepared_tokens = 0
+        self._committed = len(request.token_ids)
+        self._round_id = -1
+        self._prepared: dict[tuple[int, int], Proposal] = {}
+        self._unanswered = 0
+        self._waiting: asyncio.Future[draft_pb2.Proposal] | None = None
+        self._unsent: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue(MAX_UNSENT)
+        self._unsent.put_nowait(draft_pb2.DraftRequest(open=request))
+        self._call = stub.Draft(self._requests(), timeout=timeout, metadata=metadata)
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def usable(self) -> bool:
+        """Whether the stream is up and no proposal is overdue."""
+        return self.failure is None and self._unanswered == 0
+
+    def verifying(self, round_id: int, base: int, token_ids: Sequence[int], max_tokens: int) -> None:
+        """Tell what the target verifies now; answers for its likely verdicts will come as they are ready."""
+        self._round_id = round_id
+        self._prepared.clear()
+        message = draft_pb2.Verifying(round_id=round_id, base=base, token_ids=token_ids, max_tokens=max_tokens)
+        self._send(draft_pb2.DraftRequest(verifying=message))
+
+    def take_prepared(self, accepted: int, next_token: int) -> Proposal | None:
+        """The continuation prepared for this verdict on the last announced round, if there is one."""
+        return self._prepared.get((accepted, next_token))
+
+    def commit(self, text: Sequence[int]) -> None:
+        """Make all of `text` final without asking for a proposal."""
+        self._commit(text, 0)
+
+    async def propose(self, text: Sequence[int], max_tokens: int, timeout: float) -> Proposal | None:
+        """Make all of `text` final and wait for draft tokens; None if none came within `timeout` seconds.
+
+        The answer to an overdue proposal is dropped when it comes; until then the session is not `usable`.
+        """
+        self._waiting = asyncio.get_running_loop().create_future()
+        self._unanswered += 1
+        self._commit(text, max_tokens)
+        await asyncio.wait({self._waiting, self._reader}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        waiting, self._waiting = self._waiting, None
+        if not waiting.done():
+            return None
+        proposal = waiting.result()
+        return Proposal(list(proposal.token_ids), proposal.q if proposal.HasField("q") else None)
+
+    def _commit(self, text: Sequence[int], max_tokens: int) -> None:
+        self._round_id = -1
+        self._prepared.clear()
+        message = draft_pb2.Commit(base=self._committed, token_ids=text[self._committed :], max_tokens=max_tokens)
+        self._committed = len(text)
+        self._send(draft_pb2.DraftRequest(commit=message))
+
+    def _send(self, request: draft_pb2.DraftRequest) -> None:
+        if self.failure is not None:
+            return
+        try:
+            self._unsent.put_nowait(request)
+        except asyncio.QueueFull:
+            self._fail(grpc.StatusCode.UNAVAILABLE, "the draft service does not read its stream")
+
+    async def _requests(self) -> AsyncIterator[draft_pb2.DraftRequest]:
+        while True:
+            yield await self._unsent.get()
+
+    async def _read(self) -> None:
+        try:
+            async for response in self._call:
+                if response.HasField("proposal"):
+                    self._receive_proposal(response.proposal)
+                elif response.HasField("prepared"):
+                    self._receive_prepared(response.prepared)
+            self._fail(grpc.StatusCode.UNAVAILABLE, "the draft service ended the session")
+        except grpc.aio.AioRpcError as error:
+            self.failure = self.failure or error
+
+    def _receive_proposal(self, proposal: draft_pb2.Proposal) -> None:
+        self._unanswered -= 1
+        if self._waiting is not None and proposal.base == self._committed:
+            self._waiting.set_result(proposal)
+
+    def _receive_prepared(self, prepared: draft_pb2.Prepared) -> None:
+        self.prepared_tokens += len(prepared.token_ids)
+        if prepared.round_id == self._round_id:
+            q = prepared.q if prepared.HasField("q") else None
+            self._prepared[prepared.accepted, prepared.next_token] = Proposal(list(prepared.token_ids), q)
+
+    def _fail(self, code: grpc.StatusCode, details: str) -> None:
+        if self.failure is None:
+            self.failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+        self._call.cancel()
+
+    async def close(self) -> None:
+        """End the session; the server frees it at once."""
+        self._call.cancel()
+        self._reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
