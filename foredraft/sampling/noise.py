@@ -1,0 +1,84 @@
+"""Random numbers as a pure function of what they are for: Philox 4x32-10 (Salmon et al., SC 2011).
+
+There is no generator state, so discarded work, batching, retries and restarts cannot change a draw, and draft and
+target compute the same noise without talking. The integers are equal on every device.
+"""
+
+import enum
+import math
+
+import torch
+from torch import Tensor
+
+Word = int | Tensor
+"""A 32-bit word: an int, or an int64 tensor of values in [0, 2^32)."""
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+class Purpose(enum.IntEnum):
+    """What a number is for: the last word of the counter, so that no two uses share one."""
+
+    TOKEN = 0
+    POOL = 1
+    POOL_PICK = 2
+    PROPOSE = 3
+    ACCEPT = 4
+    RESIDUAL = 5
+
+
+def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
+    """Philox 4x32-10: four random words for each counter; tensors among the words broadcast against each other."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # A product of two words needs 64 bits. In a signed tensor it wraps around, but its bits are the right ones,
+        # and the mask removes the copies of the sign that >> brings in. Odd words stay unmasked till they are mixed in.
+        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = ((high >> 32) ^ c1 ^ k0) & _MASK, high, ((low >> 32) ^ c3 ^ k1) & _MASK, low
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1 & _MASK, c2, c3 & _MASK
+
+
+def gumbel(seed: int, sample_index: int, position: int | Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise of tokens.
+
+    Args:
+        seed: unsigned 64-bit integer.
+        sample_index: which of the samples of one request.
+        position: absolute index in the sequence of the token drawn; a tensor broadcasts against `token_ids`.
+        token_ids: int64, any shape.
+
+    Returns:
+        float64, of the broadcast shape. It lies between -3.2 and 22.9; the upper end, which decides draws, has the
+        full resolution of 2^-32 in probability.
+    """
+    words = philox((token_ids >> 2, position, sample_index, int(Purpose.TOKEN)), _key(seed))
+    lane = token_ids & 3
+    upper = torch.where(lane == 3, words[3], words[2])
+    lower = torch.where(lane == 1, words[1], words[0])
+    h = torch.where(lane >= 2, upper, lower)
+    # u = 0 is the winning end: there -log1p(-u) equals u to all digits.
+    u = (h.double() + 0.5) * 2.0**-32
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def uniform(seed: int, sample_index: int, position: int, purpose: Purpose, base: int = 0) -> float:
+    """A uniform number in (0, 1) with 52 random bits.
+
+    `position` is the absolute index of the token it decides over, `base` that of the first token of the round:
+    a token that one round discards must be decided by fresh numbers in the next.
+    """
+    words = philox((base, position, sample_index, int(purpose)), _key(seed))
+    return (((int(words[0]) >> 6) << 26) + (int(words[1]) >> 6) + 0.5) * 2.0**-52
+
+
+def pool_gumbel(seed: int, sample_index: int, position: int) -> float:
+    """Standard Gumbel noise of the pooled candidate at a position; see `foredraft.sampling.coupled`."""
+    return -math.log(-math.log(uniform(seed, sample_index, position, Purpose.POOL)))
+
+
+def _key(seed: int) -> tuple[int, int]:
+    return seed & _MASK, seed >> 32 & _MASK
