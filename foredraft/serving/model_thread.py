@@ -1,0 +1,61 @@
+"""One thread for one model, so that forwards never block the event loop."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class ModelThread:
+    """Calls `step` again and again in one dedicated thread while it returns True, then waits for `wake`.
+
+    `step` hands results to the event loop with `loop.call_soon_threadsafe`. If it raises, the thread ends, `failure` is
+    set and `on_failure` is called in the thread with the exception. `prepare` is called once in the thread before the
+    first step, for settings that belong to a thread, and counts as a step when it raises.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], bool],
+        *,
+        name: str,
+        on_failure: Callable[[Exception], None],
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self.failure: Exception | None = None
+        self._step = step
+        self._on_failure = on_failure
+        self._prepare = prepare
+        self._awake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; it begins with a step."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have `step` called again; from any thread, cheap. What was written before this call is seen by that step."""
+        self._awake.set()
+
+    def stop(self) -> None:
+        """Let the step in progress end, then end the thread. Blocks meanwhile: call it with `asyncio.to_thread`."""
+        self._stopping = True
+        self._awake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            if self._prepare is not None:
+                self._prepare()
+            while not self._stopping:
+                # Cleared before the step: a wake during the step leads to another one.
+                self._awake.clear()
+                if not self._stopping and not self._step():
+                    self._awake.wait()
+        except Exception as error:
+            logger.exception("the thread %r ended by an error", self._thread.name)
+            self.failure = error
+            self._on_failure(error)

@@ -1,0 +1,193 @@
+"""A gRPC server's life: bind, start, serve, drain, stop."""
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from foredraft.serving.channel import MAX_MESSAGE_BYTES
+from foredraft.serving.errors import unavailable
+from foredraft.serving.rpc import RETRY_AFTER_S, RpcInterceptor
+
+logger = logging.getLogger(__name__)
+
+# With the interpreter's 5 ms, a model thread in pure Python holds up every message that long.
+SWITCH_INTERVAL_S = 0.0005
+
+_OPTIONS = (
+    # Two servers on one port would share its calls at random.
+    ("grpc.so_reuseport", 0),
+    # Pings find clients that vanished without a word, and clients may ping as often as our channels do.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+)
+
+
+class StartError(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+
+class Server:
+    """A plaintext gRPC server with health and reflection.
+
+        server = Server(address, [SERVICE_NAME])
+        await server.start()                    # bound; calls get UNAVAILABLE, health NOT_SERVING
+        add_..._to_server(servicer, server.grpc)
+        await server.set_serving()
+        exit_code = await server.wait()         # until SIGTERM, SIGINT or shut_down; running calls get grace_s seconds
+
+    Create it inside the event loop. `address` is "host:port" (port 0: any free one) or "unix:/path".
+    """
+
+    def __init__(
+        self,
+        address: str,
+        service_names: Sequence[str],
+        *,
+        grace_s: float = 30.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self.address = address
+        self.grace_s = grace_s
+        self._service_names = tuple(service_names)
+        self._rpc = RpcInterceptor()
+        self.grpc = grpc.aio.server(
+            interceptors=[self._rpc], options=[*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+        )
+        self._health = health.aio.HealthServicer()
+        self._exit_code = 0
+        self._shut_down = asyncio.Event()
+        self._at_once = asyncio.Event()
+
+    async def start(self) -> None:
+        """Bind and start. Afterwards `address` has the real port. Raises StartError if the address cannot be had."""
+        _probe(self.address)
+        try:
+            port = self.grpc.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise StartError(f"cannot listen on {self.address}: {error}") from error
+        if not self.address.startswith("unix:"):
+            self.address = f"{self.address.rpartition(':')[0]}:{port}"
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection(
+            (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
+        )
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.grpc.start()
+        logger.info("listening on %s", self.address)
+
+    async def set_serving(self) -> None:
+        """Accept calls and report SERVING."""
+        self._rpc.refusal = None
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        logger.info("serving on %s", self.address)
+
+    def shut_down(self, exit_code: int = 0) -> None:
+        """Have `wait` drain and return `exit_code`; a second call ends running calls at once. In the loop's thread."""
+        if self._shut_down.is_set():
+            self._at_once.set()
+        else:
+            self._exit_code = exit_code
+            self._shut_down.set()
+
+    async def wait(self) -> int:
+        """Serve until SIGTERM, SIGINT or `shut_down`, then `stop`. Returns the process's exit code."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, self.shut_down)
+        try:
+            await self._shut_down.wait()
+            await self.stop(self.grace_s)
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+        return self._exit_code
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Report NOT_SERVING, refuse new calls, and stop once the running ones have ended, at most `grace_s` later."""
+        self._rpc.refusal = unavailable("the server is shutting down; try another one or later", RETRY_AFTER_S)
+        await self._health.enter_graceful_shutdown()
+        if self._rpc.running:
+            logger.info("draining: %d running calls have up to %g s", self._rpc.running, grace_s)
+            ended = [asyncio.ensure_future(event.wait()) for event in (self._rpc.idle, self._at_once)]
+            await asyncio.wait(ended, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            for future in ended:
+                future.cancel()
+        if self._rpc.running:
+            logger.warning("cutting off %d running calls", self._rpc.running)
+        # Without running calls, the last statuses get time to leave; watchers of health never end by themselves.
+        await self.grpc.stop(None if self._rpc.running else 0.2)
+        logger.info("stopped")
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", *self._service_names):
+            await self._health.set(name, status)
+
+
+def run(main: Coroutine[Any, Any, int]) -> int:
+    """Run a server's main coroutine on uvloop; returns its exit code, or 1 with a sentence on standard error.
+
+    Until `Server.wait`, SIGTERM and SIGINT end the process at once: nothing runs yet, and loading cannot be stopped.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os._exit(128 + number))
+    try:
+        return uvloop.run(main)
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _probe(address: str) -> None:
+    """Raises StartError with the operating system's reason, which gRPC does not tell."""
+    try:
+        if address.startswith("unix:"):
+            _probe_unix(address.removeprefix("unix:").removeprefix("//"))
+        else:
+            _probe_tcp(address)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise StartError(f"cannot listen on {address}: {reason}; free it or choose another address") from error
+
+
+def _probe_unix(path: str) -> None:
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise FileNotFoundError(errno.ENOENT, "no such directory")
+    with socket.socket(socket.AF_UNIX) as client:
+        # gRPC replaces the socket of a running server without a word.
+        if client.connect_ex(path) == 0:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _probe_tcp(address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise ValueError('the address must be "host:port" or "unix:/path"')
+    resolved = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    errors = []
+    for family, kind, protocol, _, endpoint in resolved:
+        try:
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(endpoint)
+        except OSError as error:
+            errors.append(error)
+    # A host without IPv6 may well resolve "localhost" to an IPv6 address too.
+    for failure in errors:
+        if failure.errno == errno.EADDRINUSE or len(errors) == len(resolved):
+            raise failure
