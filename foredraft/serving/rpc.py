@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeAlias
 
@@ -21,13 +21,12 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 RETRY_AFTER_S = 1.0
 
 
-class RpcInterceptor(grpc.aio.ServerInterceptor):
-    """Lets handlers be plain coroutine functions (one response) and async generator functions (streams).
+class Services(grpc.GenericRpcHandler):
+    """The services of a server. Their handlers are coroutine functions (one response) and async generators (streams).
 
     A RequestError that they raise becomes the call's status and details, and a request that cannot be decoded
     INVALID_ARGUMENT; what else they raise is logged and becomes INTERNAL. A generator is closed, so that its `finally`
-    runs, before the call ends, however it ends. While `refusal` is set, every new call is answered with it. Health and
-    reflection are left alone.
+    runs, before the call ends, however it ends. While `refusal` is set, every new call is answered with it.
     """
 
     def __init__(self) -> None:
@@ -35,18 +34,23 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         self.running = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self._handlers: list[grpc.GenericRpcHandler] = []
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
-        details: grpc.HandlerCallDetails,
-    ) -> "Handler | None":
-        handler = await continuation(details)
-        if not details.method.startswith("/foredraft."):
-            return handler
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Called by generated code, which takes this for a server; gRPC's own wants all handlers before it starts."""
+        self._handlers += handlers
+
+    def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, "Handler"]) -> None:
+        """Called by generated code with what `add_generic_rpc_handlers` has had already."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> "Handler | None":
         if self.refusal is not None:
-            return _refusing(self.refusal)
-        return None if handler is None else self._guarded(handler, details.method)
+            return _refusing(self.refusal) if details.method.startswith("/foredraft.") else None
+        for handlers in self._handlers:
+            handler = handlers.service(details)
+            if handler is not None:
+                return self._guarded(handler, details.method)
+        return None
 
     def _guarded(self, handler: Handler, method: str) -> Handler:
         behaviour: Any = next(filter(None, (getattr(handler, kind) for kind in _FACTORIES)))

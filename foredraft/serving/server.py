@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from foredraft.serving.channel import MAX_MESSAGE_BYTES
 from foredraft.serving.errors import unavailable
-from foredraft.serving.rpc import RETRY_AFTER_S, RpcInterceptor
+from foredraft.serving.rpc import RETRY_AFTER_S, Services
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Server:
 
         server = Server(address, [SERVICE_NAME])
         await server.start()                    # bound; calls get UNAVAILABLE, health NOT_SERVING
-        add_..._to_server(servicer, server.grpc)
+        server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer)
         await server.set_serving()
         exit_code = await server.wait()         # until SIGTERM, SIGINT or shut_down; running calls get grace_s seconds
 
@@ -63,9 +63,9 @@ class Server:
         self.address = address
         self.grace_s = grace_s
         self._service_names = tuple(service_names)
-        self._rpc = RpcInterceptor()
-        self.grpc = grpc.aio.server(
-            interceptors=[self._rpc], options=[*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+        self._services = Services()
+        self._grpc = grpc.aio.server(
+            handlers=[self._services], options=[*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         )
         self._health = health.aio.HealthServicer()
         self._exit_code = 0
@@ -76,22 +76,26 @@ class Server:
         """Bind and start. Afterwards `address` has the real port. Raises StartError if the address cannot be had."""
         _probe(self.address)
         try:
-            port = self.grpc.add_insecure_port(self.address)
+            port = self._grpc.add_insecure_port(self.address)
         except RuntimeError as error:
             raise StartError(f"cannot listen on {self.address}: {error}") from error
         if not self.address.startswith("unix:"):
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection(
-            (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
+            (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
         )
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self.grpc.start()
+        await self._grpc.start()
         logger.info("listening on %s", self.address)
+
+    def add(self, add_to_server: Callable[[Any, Any], None], servicer: object) -> None:
+        """Add a service with the function generated for it. What its handlers may be: see `rpc.Services`."""
+        add_to_server(servicer, self._services)
 
     async def set_serving(self) -> None:
         """Accept calls and report SERVING."""
-        self._rpc.refusal = None
+        self._services.refusal = None
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         logger.info("serving on %s", self.address)
 
@@ -119,18 +123,18 @@ class Server:
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Report NOT_SERVING, refuse new calls, and stop once the running ones have ended, at most `grace_s` later."""
-        self._rpc.refusal = unavailable("the server is shutting down; try another one or later", RETRY_AFTER_S)
+        self._services.refusal = unavailable("the server is shutting down; try another one or later", RETRY_AFTER_S)
         await self._health.enter_graceful_shutdown()
-        if self._rpc.running:
-            logger.info("draining: %d running calls have up to %g s", self._rpc.running, grace_s)
-            ended = [asyncio.ensure_future(event.wait()) for event in (self._rpc.idle, self._at_once)]
+        if self._services.running:
+            logger.info("draining: %d running calls have up to %g s", self._services.running, grace_s)
+            ended = [asyncio.ensure_future(event.wait()) for event in (self._services.idle, self._at_once)]
             await asyncio.wait(ended, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
             for future in ended:
                 future.cancel()
-        if self._rpc.running:
-            logger.warning("cutting off %d running calls", self._rpc.running)
+        if self._services.running:
+            logger.warning("cutting off %d running calls", self._services.running)
         # Without running calls, the last statuses get time to leave; watchers of health never end by themselves.
-        await self.grpc.stop(None if self._rpc.running else 0.2)
+        await self._grpc.stop(None if self._services.running else 0.2)
         logger.info("stopped")
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:

@@ -37,12 +37,15 @@ async def serving(
 
 
 @asynccontextmanager
-async def process(grace_s: float) -> AsyncIterator[tuple[Process, str]]:
-    command = [sys.executable, "-m", "tests.serving.tiny_server", "127.0.0.1:0", str(grace_s)]
+async def process(grace_s: float, *options: str) -> AsyncIterator[tuple[Process, grpc.aio.Channel]]:
+    command = [sys.executable, "-m", "tests.serving.tiny_server", "127.0.0.1:0", str(grace_s), *options]
     child = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     assert child.stdout is not None
     try:
-        yield child, (await child.stdout.readline()).decode().strip()
+        async with channel((await child.stdout.readline()).decode().strip()) as connection:
+            while not options and await check(connection) != SERVING:
+                pass
+            yield child, connection
     finally:
         if child.returncode is None:
             child.kill()
@@ -134,7 +137,7 @@ async def test_an_unexpected_error_tells_neither_client_nor_log_what_it_quotes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with serving() as (_, _, connection):
-        error = await error_of(generate(connection, text="broken"))
+        error = await error_of(generate(connection, text="broken: a secret prompt"))
     assert error.code() == grpc.StatusCode.INTERNAL
     assert error.details() == "internal error (KeyError); the server's log has more"
     record = next(record for record in caplog.records if record.name == "foredraft.serving.rpc")
@@ -226,8 +229,16 @@ async def test_a_signal_ends_an_idle_server_with_status_0(number: int) -> None:
         assert await asyncio.wait_for(child.wait(), 20) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_a_server_that_is_still_loading(number: int) -> None:
+    async with process(60, "hang") as (child, connection):
+        assert await check(connection) == NOT_SERVING
+        child.send_signal(number)
+        assert await asyncio.wait_for(child.wait(), 20) == 128 + number
+
+
 async def test_after_sigterm_a_running_session_ends_in_its_own_time() -> None:
-    async with process(grace_s=60) as (child, address), channel(address) as connection:
+    async with process(grace_s=60) as (child, connection):
         call = target_pb2_grpc.TargetServiceStub(connection).Verify()
         await call.write(round_(1))
         await call.read()
@@ -242,7 +253,7 @@ async def test_after_sigterm_a_running_session_ends_in_its_own_time() -> None:
 
 
 async def test_a_second_signal_ends_the_server_at_once() -> None:
-    async with process(grace_s=3600) as (child, address), channel(address) as connection:
+    async with process(grace_s=3600) as (child, connection):
         call = target_pb2_grpc.TargetServiceStub(connection).Verify()
         await call.write(round_(1))
         await call.read()

@@ -1,7 +1,8 @@
-"""A server with nothing behind it, as a process: `python -m tests.serving.tiny_server ADDRESS GRACE_S`."""
+"""A server with nothing behind it, as a process: `python -m tests.serving.tiny_server ADDRESS GRACE_S [hang]`."""
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,8 +20,8 @@ class TinyGeneration(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> generation_pb2.GenerateResponse:
         if request.text == "invalid":
             raise invalid([Violation("sampling.top_p", "must be in (0, 1], is 2"), Violation("text", "must be longer")])
-        if request.text == "broken":
-            raise KeyError("a secret prompt")
+        if request.text.startswith("broken"):
+            raise KeyError(request.text)
         return generation_pb2.GenerateResponse(request_id=request.request_id)
 
     async def GenerateStream(
@@ -52,15 +53,17 @@ class TinyTarget(target_pb2_grpc.TargetServiceServicer):
 
 def add_services(server: Server) -> TinyTarget:
     target = TinyTarget()
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(TinyGeneration(), server.grpc)
-    target_pb2_grpc.add_TargetServiceServicer_to_server(target, server.grpc)
+    server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, TinyGeneration())
+    server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, target)
     return target
 
 
-async def main(address: str, grace_s: float) -> int:
+async def main(address: str, grace_s: float, *, hang: bool) -> int:
     server = Server(address, SERVICES, grace_s=grace_s)
     await server.start()
     print(server.address, flush=True)
+    if hang:
+        await asyncio.to_thread(threading.Event().wait)
     add_services(server)
     await server.set_serving()
     return await server.wait()
@@ -68,4 +71,4 @@ async def main(address: str, grace_s: float) -> int:
 
 if __name__ == "__main__":
     configure_logging("info")
-    sys.exit(run(main(sys.argv[1], float(sys.argv[2]))))
+    sys.exit(run(main(sys.argv[1], float(sys.argv[2]), hang="hang" in sys.argv)))
