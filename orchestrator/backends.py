@@ -1,5 +1,8 @@
 """The services behind the orchestrator: channels, identities, and whether the draft fits the target."""
 
+# The stubs' asyncio classes exist for type checkers only.
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -11,6 +14,7 @@ from foredraft.config import OrchestratorSettings
 from foredraft.serving.channel import channel
 from foredraft.serving.errors import unavailable
 from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from orchestrator.target import is_lost
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +58,7 @@ class Backends:
     async def connect(self) -> None:
         """Wait for the target, then look for the draft once and keep looking in the background.
 
-        Raises PairError if a draft answers and does not fit: two models given together by mistake should not pass unseen.
+        Raises PairError if a draft answers and does not fit: a pair that was given by mistake should not pass unseen.
         """
         while True:
             try:
@@ -105,7 +109,7 @@ class Backends:
 
     def draft_failed(self, error: grpc.aio.AioRpcError) -> None:
         """Report that a session on the draft ended with this error, so that new ones wait until it is back."""
-        if error.code() is grpc.StatusCode.UNAVAILABLE and self.draft is not None:
+        if is_lost(error) and self.draft is not None:
             logger.warning("draft service lost, decoding goes on plainly: %s", error.details())
             self.degraded_reason = f"the draft service was lost: {error.details()}"
             self.draft = None

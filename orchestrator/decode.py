@@ -24,7 +24,7 @@ from foredraft.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 from orchestrator.backends import Backends
 from orchestrator.draft import DraftSession, Proposal
 from orchestrator.draft_length import DraftLength
-from orchestrator.target import Metadata, TargetSession, TimedVerdict
+from orchestrator.target import Metadata, TargetSession, TimedVerdict, is_lost
 
 # Emissions that a slow reader may leave unread before the loop waits for it.
 MAX_UNREAD = 64
@@ -175,7 +175,7 @@ class Decoder:
                     await self._speculate(sample, emissions)
                     break
                 except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    if not is_lost(error):
                         raise
                     if len(sample.text) > reached:
                         reached, give_up = len(sample.text), time.perf_counter() + self._settings.target_wait_s
@@ -277,7 +277,7 @@ class Decoder:
             return draft
         await self._close_draft(sample, draft)
         self._backends.draft_failed(draft.failure)
-        sample.draft_refused = draft.failure.code() is not grpc.StatusCode.UNAVAILABLE
+        sample.draft_refused = not is_lost(draft.failure)
         sample.statistics.degraded_reason = f"the draft service ended the session: {draft.failure.details()}"
         return None
 

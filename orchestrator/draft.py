@@ -1,9 +1,13 @@
 """A session on the draft service. Nothing here ever holds up the decode loop: sending queues, receiving is a task."""
 
+# The stubs' asyncio classes exist for type checkers only.
+from __future__ import annotations
+
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -21,7 +25,7 @@ class Proposal:
     token_ids: list[int]
     q: common_pb2.SparseDistributions | None = None
 
-    def first(self, count: int) -> "Proposal":
+    def first(self, count: int) -> Proposal:
         """The first `count` tokens, with their distributions."""
         if count >= len(self.token_ids):
             return self
@@ -89,7 +93,8 @@ class DraftSession:
         self._waiting = asyncio.get_running_loop().create_future()
         self._unanswered += 1
         self._commit(text, max_tokens)
-        await asyncio.wait({self._waiting, self._reader}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {self._waiting, self._reader}
+        await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         waiting, self._waiting = self._waiting, None
         if not waiting.done():
             return None

@@ -14,12 +14,12 @@ PROBE_AFTER = 32
 
 
 def predicted_acceptance(rates: Sequence[float], k: int) -> float:
-    """Expected accepted / drafted of a round of k tokens, if position i is accepted with rates[i] once all before it are."""
-    return sum(accumulate(rates[:k], mul)) / k
+    """Expected accepted / drafted of a round of k tokens; rates[i] holds for position i once all before are accepted."""
+    return float(sum(accumulate(rates[:k], mul))) / k
 
 
 class DraftLength:
-    """Chooses k for one sample. It learns from verdicts alone, never from draft tokens, so the choice cannot bias the output."""
+    """Chooses k for one sample. It learns from verdicts, never from draft tokens: the choice cannot bias the output."""
 
     def __init__(self, *, limit: int, fixed: bool = False, target_accept_rate: float | None = None) -> None:
         self._limit = limit
@@ -29,7 +29,7 @@ class DraftLength:
         self._plain_rounds = 0
 
     def choose(self, wanted: int) -> int:
-        """The number of tokens to draft when `wanted` more tokens may be emitted: a round emits one more than it accepts."""
+        """How many tokens to draft when `wanted` more may be emitted: a round emits one more than it accepts."""
         k = self._limit
         if self._rate is not None:
             rates = [a / d for a, d in zip(self._accepted, self._drafted, strict=True)]

@@ -1,5 +1,8 @@
 """A session on the target service."""
 
+# The stubs' asyncio classes exist for type checkers only.
+from __future__ import annotations
+
 import asyncio
 import time
 from dataclasses import dataclass
@@ -10,6 +13,16 @@ import grpc
 from foredraft.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 Metadata = tuple[tuple[str, str], ...]
+
+
+def is_lost(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the stream ended because the service went away, so that another stream may go on where it ended.
+
+    A write that meets the end of its stream loses the server's status to an INTERNAL of grpc's own (grpc/grpc#36066);
+    that counts as lost too: if the cause was another, the next stream tells it.
+    """
+    masked = error.code() is grpc.StatusCode.INTERNAL and "Internal error from Core" in (error.details() or "")
+    return masked or error.code() is grpc.StatusCode.UNAVAILABLE
 
 
 @dataclass(frozen=True, slots=True)
