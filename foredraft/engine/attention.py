@@ -1,0 +1,142 @@
+"""Attention of one ragged forward: every session's tokens attend to a view of that session's slot, nothing is copied.
+
+All new tokens of all sessions lie in one row [1, T]; a `Segment` is one session's range of it. The query heads that
+share a key head are packed into the query axis, visible lengths are multiples of `LENGTH_STEP` and at least `MIN_ROWS`
+rows are computed, so that a token's result has the same bits whatever else is in the pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+IMPLEMENTATION = "foredraft_slots"
+LENGTH_STEP = 64
+MIN_ROWS = 4
+
+# What a model may ask of its attention that this one does not do.
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask")
+
+
+class UnsupportedAttentionError(ValueError):
+    """A model asked for attention that slots do not offer."""
+
+
+def round_length(length: int) -> int:
+    """The next multiple of LENGTH_STEP."""
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+@dataclass(slots=True)
+class Segment:
+    """The tokens `start:stop` of a forward, all of one slot, and the rows `first : first + length` that they may see.
+
+    Text sees the text up to itself. Tree nodes see the first `prefixes[i]` text tokens and the nodes `paths[i]`, their
+    ancestors and themselves; `node_positions` are the positions of all nodes of the slot's tree.
+    """
+
+    start: int
+    stop: int
+    slot: int
+    first: int
+    length: int
+    prefixes: Sequence[int] = ()
+    paths: Sequence[Sequence[int]] = ()
+    node_positions: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the attention function needs to know about a forward. Masks are built once and shared by the layers.
+
+    `positions` [T] int64 are the tokens' positions, `columns` [max length] int64 counts 0, 1, 2, ...
+    """
+
+    segments: Sequence[Segment]
+    positions: Tensor
+    columns: Tensor
+    tree_size: int
+    masks: dict[tuple[int | None, int], list[Tensor]] = field(default_factory=dict)
+
+    def segment_masks(self, window: int | None, groups: int, dtype: torch.dtype) -> list[Tensor]:
+        """Additive masks [max(groups * n, MIN_ROWS), length], one per segment of n tokens."""
+        masks = self.masks.get((window, groups))
+        if masks is None:
+            masks = [self._mask(segment, window, groups, dtype) for segment in self.segments]
+            self.masks[window, groups] = masks
+        return masks
+
+    def _mask(self, segment: Segment, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
+        hidden = self._hidden(segment, window)
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        bias = bias.repeat(groups, 1) if groups > 1 else bias
+        missing = MIN_ROWS - bias.shape[0]
+        return functional.pad(bias, (0, 0, 0, missing)) if missing > 0 else bias
+
+    def _hidden(self, segment: Segment, window: int | None) -> Tensor:
+        """Bool [n, length]: what each token of the segment must not see."""
+        positions = self.positions[segment.start : segment.stop, None]
+        if not segment.paths:
+            columns = self.columns[: segment.length]
+            hidden = columns > positions
+            return hidden if window is None else hidden | (columns <= positions - window)
+        device, tree_size = positions.device, self.tree_size
+        columns = self.columns[: segment.length - tree_size]
+        on_path = [i * tree_size + node for i, path in enumerate(segment.paths) for node in path]
+        tree = torch.ones(len(segment.paths) * tree_size, dtype=torch.bool, device=device)
+        tree[torch.tensor(on_path, device=device)] = False
+        text = columns >= torch.tensor(segment.prefixes, device=device)[:, None]
+        hidden = torch.cat((tree.view(-1, tree_size), text), dim=1)
+        if window is None:
+            return hidden
+        unused = [0] * (tree_size - len(segment.node_positions))
+        nodes = torch.tensor([*segment.node_positions, *unused], device=device)
+        return hidden | (torch.cat((nodes, columns)) <= positions - window)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    plan: Plan | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Runs in every layer: query [1, H, T, D], key and value [slots, Hkv, stride, D or Dv] -> [1, T, H, Dv]."""
+    if plan is None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} does not hand extra arguments on to its attention")
+    if attention_mask is not None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} brings an attention mask of its own")
+    for name in UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise UnsupportedAttentionError(f"{type(module).__name__} uses {name} in its attention")
+    _, heads, tokens, _ = query.shape
+    key_heads = key.shape[1]
+    groups = heads // key_heads
+    output = query.new_zeros(tokens, heads, value.shape[-1])
+    for segment, mask in zip(plan.segments, plan.segment_masks(sliding_window, groups, query.dtype), strict=True):
+        start, stop, slot = segment.start, segment.stop, segment.slot
+        rows = groups * (stop - start)
+        seen = slice(segment.first, segment.first + segment.length)
+        packed = query[:, :, start:stop].reshape(1, key_heads, rows, -1)
+        if rows < MIN_ROWS:
+            packed = functional.pad(packed, (0, 0, 0, MIN_ROWS - rows))
+        attended = functional.scaled_dot_product_attention(
+            packed,
+            key[slot : slot + 1, :, seen],
+            value[slot : slot + 1, :, seen],
+            attn_mask=mask[None, None],
+            scale=scaling,
+        )
+        output[start:stop] = attended[0, :, :rows].reshape(heads, stop - start, -1).transpose(0, 1)
+    return output[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, slot_attention)

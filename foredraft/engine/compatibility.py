@@ -1,0 +1,53 @@
+"""Which models work on slots: attention over a text, with explicit positions, and no other state."""
+
+import inspect
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from foredraft.engine.errors import ModelError
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Their frequencies depend on the length of the text, so a cached key would change its meaning as the text grows.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Raises ModelError for what a configuration alone tells."""
+    if config.is_encoder_decoder:
+        raise ModelError(f"{config.model_type} is an encoder-decoder; only decoder-only language models are served")
+    text_config = config.get_text_config(decoder=True)
+    if getattr(text_config, "alibi", False):
+        raise ModelError(f"{config.model_type} uses ALiBi; only rotary or learned positions are served")
+    unsupported = _rope_types(text_config) & LENGTH_DEPENDENT_ROPE
+    if unsupported:
+        raise ModelError(
+            f"{config.model_type} uses {unsupported.pop()} rotary positions, which change as the text grows; "
+            f"only fixed ones are served"
+        )
+    if getattr(text_config, "max_position_embeddings", None) is None:
+        raise ModelError(f"{config.model_type} states no max_position_embeddings, so its context length is not known")
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raises ModelError for what the class of a model tells."""
+    name = type(model).__name__
+    if model._is_stateful:
+        raise ModelError(f"{name} carries a recurrent state, which cannot be rolled back; use an attention-only model")
+    layer_types = set(get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0])
+    if not layer_types <= LAYER_TYPES:
+        unsupported = ", ".join(sorted(layer_types - LAYER_TYPES))
+        raise ModelError(f"{name} has layers of type {unsupported}; only full and sliding attention are served")
+    parameters = inspect.signature(model.forward).parameters
+    missing = {"position_ids", "logits_to_keep"} - parameters.keys()
+    if not parameters.keys() & {"cache", "past_key_values"}:
+        missing.add("cache")
+    if missing:
+        raise ModelError(f"the forward of {name} has no {', '.join(sorted(missing))}, which slots need")
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """The rotary types in use; a configuration has one set of parameters, or one for each layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    groups = [parameters, *(group for group in parameters.values() if isinstance(group, dict))]
+    return {group["rope_type"] for group in groups if "rope_type" in group}

@@ -1,0 +1,348 @@
+"""The engine: sessions of one causal language model in slots, and one ragged forward over any mixture of them."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foredraft.engine.attention import IMPLEMENTATION, MIN_ROWS, Plan, Segment, round_length
+from foredraft.engine.errors import NoFreeSlot
+from foredraft.engine.memory import check_memory
+from foredraft.engine.slots import SlotCache
+
+# A prefix shorter than this is computed again rather than preferred to the least recently used slot, or copied.
+WORTHWHILE_PREFIX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A tree node: sees the slot's first `prefix` tokens, its ancestors and itself; its position is prefix + depth.
+
+    `parent` is an index among the slot's tree nodes, -1 for a root; a child has its parent's prefix.
+    """
+
+    prefix: int
+    parent: int = -1
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One session's cache. Read-only for callers.
+
+    `tokens` are those whose keys and values are valid, in order; `tree_tokens`, `nodes` and `paths` (each node's
+    ancestors, root first, and itself) describe the tree.
+    """
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    tree_tokens: list[int] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    paths: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Row:
+    """New tokens of one slot in a forward.
+
+    `want` are indexes into `token_ids` whose logits are returned. Without `nodes` the tokens extend the slot's text;
+    with them, one for each token, they become tree nodes, numbered on from the slot's last one.
+    """
+
+    slot: Slot
+    token_ids: Sequence[int]
+    want: Sequence[int] = ()
+    nodes: Sequence[Node] | None = None
+
+
+class Engine:
+    """A model and its slots. Not thread-safe: one thread calls it. The logits returned are inference tensors.
+
+    `max_model_len` tokens of text fit in each of `max_sessions` slots, and `tree_size` tree nodes beside them.
+    Raises ModelError if the model does not work on slots or the memory does not suffice.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, max_model_len: int, max_sessions: int, tree_size: int = 0) -> None:
+        for name, value, least in (
+            ("max_model_len", max_model_len, 1),
+            ("max_sessions", max_sessions, 1),
+            ("tree_size", tree_size, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        self.model = model
+        self.max_model_len, self.max_sessions, self.tree_size = max_model_len, max_sessions, tree_size
+        self.device = model.device
+        self.vocabulary_rows: int = model.get_input_embeddings().weight.shape[0]
+        self.forwards = 0
+        self.computed_tokens = 0
+        self._logits_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._clock = count()
+        self._open: dict[int, Slot] = {}
+        self._free = {index: Slot(index) for index in range(max_sessions)}
+        self._last_used = [0] * max_sessions
+        model.eval()
+        model.set_attn_implementation(IMPLEMENTATION)
+        self._stride = tree_size + round_length(max_model_len)
+        self._columns = torch.arange(round_length(max_model_len), device=self.device)
+        self._cache = self._allocate()
+
+    @property
+    def slots_used(self) -> int:
+        """How many sessions are open."""
+        return len(self._open)
+
+    @torch.inference_mode()
+    def open(self, token_ids: Sequence[int]) -> Slot:
+        """Gives a slot that already holds as much of `token_ids` as possible, at most all but the last.
+
+        Raises NoFreeSlot; ValueError for ids that are no tokens or too many of them.
+        """
+        self._check_tokens(token_ids)
+        if not token_ids:
+            raise ValueError("token_ids is empty; a session starts with at least one token")
+        if len(token_ids) > self.max_model_len:
+            raise ValueError(f"{len(token_ids)} tokens do not fit; max_model_len is {self.max_model_len}")
+        if not self._free:
+            raise NoFreeSlot(f"all {self.max_sessions} sessions are in use; try again when one has ended")
+        text = list(token_ids[:-1])
+        shared = {slot.index: _common_prefix(slot.tokens, text) for slot in self._slots()}
+        oldest = min(self._free, key=lambda index: self._last_used[index])
+        best = max(self._free, key=lambda index: shared[index])
+        if shared[best] < WORTHWHILE_PREFIX:
+            best = oldest
+        busy = max(self._open, key=lambda index: shared[index], default=best)
+        if shared[busy] >= shared[best] + WORTHWHILE_PREFIX:
+            best = oldest
+            self._cache.copy_rows(self._text_row(busy), self._text_row(best), shared[busy])
+        else:
+            busy = best
+        self._free.pop(best)
+        slot = Slot(best, tokens=text[: shared[busy]])
+        self._open[best] = slot
+        return slot
+
+    def close(self, slot: Slot) -> None:
+        """Ends a session; its tokens stay for reuse. Raises ValueError if it has ended already."""
+        self._check_open(slot)
+        del self._open[slot.index]
+        self._free[slot.index] = Slot(slot.index, tokens=slot.tokens)
+        self._last_used[slot.index] = next(self._clock) + 1
+
+    def rollback(self, slot: Slot, length: int) -> None:
+        """Cuts the text to its first `length` tokens and drops the tree."""
+        self._check_open(slot)
+        if not 0 <= length <= len(slot.tokens):
+            raise ValueError(f"cannot roll back to {length} tokens; the slot holds {len(slot.tokens)}")
+        _truncate(slot, length, 0)
+
+    def drop_tree(self, slot: Slot) -> None:
+        """Drops all tree nodes."""
+        self._check_open(slot)
+        _truncate(slot, len(slot.tokens), 0)
+
+    @torch.inference_mode()
+    def adopt(self, slot: Slot, nodes: Sequence[int]) -> None:
+        """Makes tree nodes text: cuts the text to their prefix, appends them and drops the tree.
+
+        `nodes` is a path from a root downwards, which need not end at a leaf.
+        """
+        self._check_open(slot)
+        if not nodes or not 0 <= nodes[-1] < len(slot.nodes) or slot.paths[nodes[-1]] != list(nodes):
+            raise ValueError(f"{list(nodes)} is no path from a root of the slot's {len(slot.nodes)} tree nodes")
+        prefix = slot.nodes[nodes[0]].prefix
+        tokens = [slot.tree_tokens[node] for node in nodes]
+        sources = torch.tensor(nodes, device=self.device) + slot.index * self._stride
+        self._cache.gather_rows(sources, self._text_row(slot.index) + prefix)
+        _truncate(slot, prefix, 0)
+        slot.tokens += tokens
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Computes all tokens of all rows in one pass and adds them to their slots.
+
+        Returns for each row raw logits [len(want), vocabulary_rows], float32, or float64 if the model is. A slot may
+        have several rows; each sees the tokens of those before it. If it raises, no slot has changed.
+        """
+        if not rows:
+            raise ValueError("rows is empty; a forward needs at least one")
+        with self._restored_on_error(rows):
+            batch = _Batch(self.tree_size, self._stride)
+            for row in rows:
+                self._check_row(row)
+                batch.add(row)
+            logits = self._run(batch)
+        self.forwards += 1
+        self.computed_tokens += batch.token_count
+        return list(logits.split([len(row.want) for row in rows]))
+
+    def _run(self, batch: "_Batch", cache: SlotCache | None = None) -> Tensor:
+        cache = cache or self._cache
+        batch.pad(cache.scrap_row)
+        inputs = torch.tensor([batch.token_ids, batch.positions, batch.destinations], device=self.device)
+        keep = torch.tensor(batch.keep, dtype=torch.int64, device=self.device)
+        cache.destinations = inputs[2]
+        output = self.model(
+            input_ids=inputs[None, 0],
+            position_ids=inputs[None, 1],
+            use_cache=True,
+            logits_to_keep=keep,
+            plan=Plan(batch.segments, inputs[1], self._columns, self.tree_size),
+            **{self._cache_argument: cache},
+        )
+        logits: Tensor = output.logits[0, : batch.wanted]
+        return logits.to(self._logits_dtype)
+
+    @torch.inference_mode()
+    def _allocate(self) -> SlotCache:
+        """Learns the shapes from a forward on a single small slot, checks the arithmetic, and takes the memory."""
+        layer_count = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        trial = SlotCache(layer_count, 1, self._stride)
+        batch = _Batch(self.tree_size, self._stride)
+        batch.add(Row(Slot(0), [0], want=[0]))
+        self._run(batch, trial)
+        check_memory(
+            max_sessions=self.max_sessions,
+            max_model_len=self.max_model_len,
+            rows_per_session=self._stride,
+            bytes_per_row=trial.bytes_per_row,
+            device=self.device,
+        )
+        cache = SlotCache(layer_count, self.max_sessions, self._stride)
+        for layer, shape in zip(cache.layers, trial.layers, strict=True):
+            layer.lazy_initialization(shape.slot_keys, shape.slot_values)
+        return cache
+
+    def _text_row(self, index: int) -> int:
+        return index * self._stride + self.tree_size
+
+    def _slots(self) -> Iterator[Slot]:
+        yield from self._free.values()
+        yield from self._open.values()
+
+    def _check_open(self, slot: Slot) -> None:
+        if self._open.get(slot.index) is not slot:
+            raise ValueError(f"the session in slot {slot.index} has ended; open a new one")
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocabulary_rows):
+            raise ValueError(f"token ids must lie in 0..{self.vocabulary_rows - 1}")
+
+    def _check_row(self, row: Row) -> None:
+        self._check_open(row.slot)
+        self._check_tokens(row.token_ids)
+        count = len(row.token_ids)
+        if not count:
+            raise ValueError("a row has no tokens; it needs at least one")
+        if row.want and not (min(row.want) >= 0 and max(row.want) < count):
+            raise ValueError(f"want must lie in 0..{count - 1}")
+        if row.nodes is None:
+            if len(row.slot.tokens) + count > self.max_model_len:
+                raise ValueError(
+                    f"{len(row.slot.tokens)} + {count} tokens do not fit; max_model_len is {self.max_model_len}"
+                )
+            return
+        if len(row.nodes) != count:
+            raise ValueError(f"{count} tree tokens have {len(row.nodes)} nodes; each needs one")
+        if len(row.slot.nodes) + count > self.tree_size:
+            raise ValueError(f"{len(row.slot.nodes)} + {count} nodes do not fit; tree_size is {self.tree_size}")
+        self._check_nodes(row.slot, row.nodes)
+
+    def _check_nodes(self, slot: Slot, new: Sequence[Node]) -> None:
+        nodes = [*slot.nodes, *new]
+        depths = [len(path) - 1 for path in slot.paths]
+        for i, node in enumerate(new, start=len(slot.nodes)):
+            if not -1 <= node.parent < i:
+                raise ValueError(f"node {i} has parent {node.parent}; it must be -1 or an earlier node")
+            if not 0 <= node.prefix <= len(slot.tokens):
+                raise ValueError(f"node {i} has prefix {node.prefix}; the slot holds {len(slot.tokens)} tokens")
+            if node.parent >= 0 and nodes[node.parent].prefix != node.prefix:
+                raise ValueError(f"node {i} has prefix {node.prefix}, its parent {nodes[node.parent].prefix}")
+            depths.append(depths[node.parent] + 1 if node.parent >= 0 else 0)
+            if node.prefix + depths[i] >= self.max_model_len:
+                raise ValueError(f"node {i} lies beyond max_model_len, which is {self.max_model_len}")
+
+    @contextmanager
+    def _restored_on_error(self, rows: Sequence[Row]) -> Iterator[None]:
+        marks = {row.slot.index: (row.slot, len(row.slot.tokens), len(row.slot.nodes)) for row in rows}
+        try:
+            yield
+        except BaseException:
+            for slot, tokens, nodes in marks.values():
+                _truncate(slot, tokens, nodes)
+            raise
+
+
+class _Batch:
+    """The rows of a forward laid out as one: what goes into the model, token by token, and a segment for each row."""
+
+    def __init__(self, tree_size: int, stride: int) -> None:
+        self.tree_size, self.stride = tree_size, stride
+        self.token_ids: list[int] = []
+        self.positions: list[int] = []
+        self.destinations: list[int] = []
+        self.keep: list[int] = []
+        self.segments: list[Segment] = []
+        self.token_count = 0
+        self.wanted = 0
+
+    def add(self, row: Row) -> None:
+        """Adds a checked row, and its tokens to the slot."""
+        start, count = len(self.token_ids), len(row.token_ids)
+        self.token_ids += row.token_ids
+        self.keep += [start + index for index in row.want]
+        self.token_count += count
+        self.wanted += len(row.want)
+        if row.nodes is None:
+            self._add_text(row.slot, start, row.token_ids)
+        else:
+            self._add_nodes(row.slot, start, row.token_ids, row.nodes)
+
+    def _add_text(self, slot: Slot, start: int, token_ids: Sequence[int]) -> None:
+        base, count = len(slot.tokens), len(token_ids)
+        slot_row = slot.index * self.stride
+        self.positions += range(base, base + count)
+        self.destinations += range(slot_row + self.tree_size + base, slot_row + self.tree_size + base + count)
+        slot.tokens += token_ids
+        length = round_length(base + count)
+        self.segments.append(Segment(start, start + count, slot.index, self.tree_size, length))
+
+    def _add_nodes(self, slot: Slot, start: int, token_ids: Sequence[int], nodes: Sequence[Node]) -> None:
+        base, count = len(slot.nodes), len(token_ids)
+        for i, node in enumerate(nodes, start=base):
+            slot.paths.append([*slot.paths[node.parent], i] if node.parent >= 0 else [i])
+        slot.nodes += nodes
+        slot.tree_tokens += token_ids
+        positions = [node.prefix + len(path) - 1 for node, path in zip(slot.nodes, slot.paths, strict=True)]
+        self.positions += positions[base:]
+        self.destinations += range(slot.index * self.stride + base, slot.index * self.stride + base + count)
+        prefixes = [node.prefix for node in nodes]
+        length = self.tree_size + round_length(max(prefixes))
+        self.segments.append(
+            Segment(start, start + count, slot.index, 0, length, prefixes, slot.paths[base:], positions)
+        )
+
+    def pad(self, scrap_row: int) -> None:
+        """Fills up to MIN_ROWS tokens and, if any are wanted, MIN_ROWS rows of logits."""
+        missing = max(0, MIN_ROWS - len(self.token_ids))
+        self.token_ids += [0] * missing
+        self.positions += [0] * missing
+        self.destinations += [scrap_row] * missing
+        if self.keep:
+            self.keep += [self.keep[-1]] * max(0, MIN_ROWS - len(self.keep))
+
+
+def _truncate(slot: Slot, tokens: int, nodes: int) -> None:
+    del slot.tokens[tokens:]
+    for items in (slot.nodes, slot.tree_tokens, slot.paths):
+        del items[nodes:]
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
