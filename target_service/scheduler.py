@@ -1,0 +1,228 @@
+"""Continuous batching: each step gathers what all sessions wait for into one forward, samples and answers.
+
+`step` and all private methods run in the model thread. The event loop only posts to the inbox, in order: a session that
+was closed before another was opened has freed its slot by then. A round waits for nothing but the forward in flight.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import grpc
+import torch
+from torch import Tensor
+
+from foredraft.engine.engine import Engine, Row, Slot
+from foredraft.sampling.logprobs import token_logprobs
+from foredraft.sampling.proposal import SparseQ
+from foredraft.sampling.verification import verify
+from foredraft.sampling.warpers import warp
+from foredraft.serving.errors import RequestError
+from target_service.session import Limits, Session, Timing, Verdict, finish
+
+Reply = Callable[[Verdict | RequestError], object]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, and the last forward; written by the model thread, read by anybody.
+
+    `rows` are sessions and `tokens` their tokens, summed over forwards. Draft tokens after the end of a text do not
+    count as drafted.
+    """
+
+    forwards: int = 0
+    rows: int = 0
+    tokens: int = 0
+    last_batch_rows: int = 0
+    last_batch_tokens: int = 0
+    verdicts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add_forward(self, rows: int, tokens: int) -> None:
+        """Counts one forward."""
+        self.forwards += 1
+        self.rows += rows
+        self.tokens += tokens
+        self.last_batch_rows, self.last_batch_tokens = rows, tokens
+
+    def add_verdict(self, drafted: int, accepted: int) -> None:
+        """Counts one verdict."""
+        self.verdicts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A round that waits for its verdict."""
+
+    session: Session
+    draft: Sequence[int]
+    q: SparseQ | None
+    reply: Reply
+    received: float
+    started: float | None = None
+    compute_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one job contributes to a forward: a part of its prompt, or the rest of its text and its draft tokens."""
+
+    job: _Job
+    row: Row
+    completes: bool
+
+
+class Scheduler:
+    """Owns the engine's slots and the rounds in work.
+
+    A step takes every decoding session's round whole, and of texts that are not computed yet at most `prefill_chunk`
+    tokens in all, sessions taking turns: a long prompt delays neither the rounds of others nor their prompts by more.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits, *, prefill_chunk: int, wake: Callable[[], None]) -> None:
+        self.counters = Counters()
+        self._engine = engine
+        self._limits = limits
+        self._prefill_chunk = prefill_chunk
+        self._wake = wake
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._jobs: dict[Session, _Job] = {}
+        self._slots: dict[Session, Slot] = {}
+
+    @property
+    def sessions(self) -> int:
+        """Sessions that hold a slot or wait for their first forward."""
+        return len(self._slots.keys() | self._jobs.keys())
+
+    @property
+    def slots_used(self) -> int:
+        """Slots of the engine that belong to a session."""
+        return self._engine.slots_used
+
+    def submit(
+        self, session: Session, draft: Sequence[int], q: SparseQ | None, reply: Reply, *, received: float
+    ) -> None:
+        """Starts a round, which came at `received` (perf_counter); a session's first round opens it.
+
+        `draft` has at most `useful_draft_length` tokens, and q, if any, a row for each. `reply` is called once, in the
+        model thread, unless the session is closed before. The caller keeps to one round at a time for each session,
+        and to as many sessions as there are slots.
+        """
+        self._post(partial(self._begin, _Job(session, draft, q, reply, received)))
+
+    def close(self, session: Session) -> None:
+        """Drops a session and its round, if any; its slot is free at the next step. Harmless if it is not open."""
+        self._post(partial(self._drop, session))
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Takes the inbox and runs one forward; False if there was nothing to run."""
+        while self._inbox:
+            self._inbox.popleft()()
+        pieces = self._plan()
+        if not pieces:
+            return False
+        started = time.perf_counter()
+        for piece in pieces:
+            if piece.job.started is None:
+                piece.job.started = started
+        logits = self._engine.forward([piece.row for piece in pieces])
+        self.counters.add_forward(len(pieces), sum(len(piece.row.token_ids) for piece in pieces))
+        for piece, rows in zip(pieces, logits, strict=True):
+            if piece.completes:
+                del self._jobs[piece.job.session]
+                piece.job.reply(self._answer(piece.job, rows, started))
+            else:
+                piece.job.compute_s += time.perf_counter() - started
+        return True
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._wake()
+
+    def _begin(self, job: _Job) -> None:
+        self._jobs[job.session] = job
+
+    def _drop(self, session: Session) -> None:
+        self._jobs.pop(session, None)
+        slot = self._slots.pop(session, None)
+        if slot is not None:
+            self._engine.close(slot)
+
+    def _plan(self) -> list[_Piece]:
+        pieces = []
+        budget = self._prefill_chunk
+        for session, job in list(self._jobs.items()):
+            slot = self._slots.get(session)
+            if slot is None:
+                if budget == 0 or self._prompt_is_being_read(session):
+                    continue
+                slot = self._slots[session] = self._engine.open(session.text)
+            rest = session.text[len(slot.tokens) :]
+            if len(rest) > 1:
+                if budget == 0:
+                    continue
+                count = min(len(rest), budget)
+                budget -= count
+                if count < len(rest):
+                    pieces.append(_Piece(job, Row(slot, rest[:count], []), completes=False))
+                    self._jobs[session] = self._jobs.pop(session)  # to the end: the others' turn
+                    continue
+            row = Row(slot, [*rest, *job.draft], range(len(rest) - 1, len(rest) + len(job.draft)))
+            pieces.append(_Piece(job, row, completes=True))
+        return pieces
+
+    def _prompt_is_being_read(self, session: Session) -> bool:
+        # Samples of one prompt come together: the first reads it, the others then copy its keys and values.
+        length = session.prompt_length
+        return any(
+            len(other.text) - len(slot.tokens) > 1
+            and other.prompt_length == length
+            and other.text[:length] == session.text[:length]
+            for other, slot in self._slots.items()
+        )
+
+    def _answer(self, job: _Job, logits: Tensor, started: float) -> Verdict | RequestError:
+        """Verifies a round from its raw logits [k + 1, V], and brings text and slot to what is final now."""
+        session, base = job.session, len(job.session.text)
+        try:
+            warped = warp(
+                logits,
+                session.params,
+                text=session.text,
+                prompt_length=session.prompt_length,
+                draft=job.draft,
+                eos_token_ids=self._limits.eos_token_ids,
+                vocabulary_size=self._limits.vocabulary_size,
+            )
+            verified = verify(warped, job.draft, job.q, session.params, sample_index=session.sample_index, base=base)
+        except ValueError as error:
+            # Parameters can leave no token to draw; that is one session's end and not the server's.
+            return RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"cannot draw the token at position {base}: {error}")
+        tokens = [*job.draft[: verified.accepted], verified.next_token]
+        count, reason = finish(
+            tokens, length=base, prompt_length=session.prompt_length, params=session.params, limits=self._limits
+        )
+        tokens, accepted = tokens[:count], min(verified.accepted, count)
+        logprobs = []
+        if session.logprobs is not None:
+            logprobs = token_logprobs(logits[:count], tokens, session.logprobs, self._limits.vocabulary_size)
+        self._engine.rollback(self._slots[session], base + accepted)
+        session.text += tokens
+        session.finish_reason = reason
+        self.counters.add_verdict(drafted=len(job.draft) if count > accepted else accepted, accepted=accepted)
+        return Verdict(tokens, accepted, reason, logprobs, self._timing(job, started))
+
+    def _timing(self, job: _Job, started: float) -> Timing:
+        return Timing(
+            queue_s=(started if job.started is None else job.started) - job.received,
+            compute_s=job.compute_s + time.perf_counter() - started,
+            batch_rows=self.counters.last_batch_rows,
+            batch_tokens=self.counters.last_batch_tokens,
+        )

@@ -1,0 +1,188 @@
+"""What a step takes into its forward, and what becomes of slots. The steps are run by hand: no thread, no clock."""
+
+from collections.abc import Sequence
+
+import torch
+
+from foredraft.engine.engine import Engine
+from foredraft.sampling.params import SamplingParams
+from foredraft.serving.errors import RequestError
+from target_service.scheduler import Scheduler
+from target_service.session import Limits, Session, Verdict
+from tests import tiny
+
+CHUNK = 16
+EOS = tiny.tokenizer().eos_token_id
+
+
+class Bench:
+    """A scheduler over a tiny model, and the verdicts that came so far."""
+
+    def __init__(self, max_sessions: int = 4) -> None:
+        self.engine = Engine(tiny.model(dtype=torch.float64), max_model_len=256, max_sessions=max_sessions)
+        limits = Limits(tiny.VOCABULARY_SIZE, 256, frozenset({EOS}))
+        self.scheduler = Scheduler(self.engine, limits, prefill_chunk=CHUNK, wake=lambda: None)
+        self.verdicts: dict[Session, list[Verdict | RequestError]] = {}
+
+    def submit(self, session: Session, draft: Sequence[int] = ()) -> None:
+        reply = self.verdicts.setdefault(session, []).append
+        self.scheduler.submit(session, draft, None, reply, received=0.0)
+
+    def step(self) -> tuple[int, int]:
+        """Sessions and tokens of one forward."""
+        assert self.scheduler.step()
+        return self.scheduler.counters.last_batch_rows, self.scheduler.counters.last_batch_tokens
+
+    def finish(self) -> None:
+        while self.scheduler.step():
+            pass
+
+
+def session(prompt: Sequence[int], max_new_tokens: int = 100, **params: object) -> Session:
+    return Session(list(prompt), len(prompt), 0, SamplingParams(temperature=0, max_new_tokens=max_new_tokens, **params))
+
+
+def prompt(length: int, first: int = 10) -> list[int]:
+    return [10 + (first + 7 * i) % 300 for i in range(length)]
+
+
+def test_a_long_prompt_holds_up_no_round_of_another_session() -> None:
+    bench = Bench()
+    short, long = session(prompt(4)), session(prompt(10 * CHUNK, first=20))
+    bench.submit(short)
+    bench.finish()
+    bench.submit(long)
+    for count in range(2, 8):
+        bench.submit(short, draft=[5, 6])
+        assert bench.step() == (2, 3 + CHUNK)
+        assert len(bench.verdicts[short]) == count
+    assert not bench.verdicts[long]
+
+
+def test_long_prompts_take_turns_and_a_step_reads_no_more_than_a_chunk() -> None:
+    bench = Bench()
+    sessions = [session(prompt(2 * CHUNK, first)) for first in (10, 20, 30)]
+    for each in sessions:
+        bench.submit(each)
+    for step in range(6):
+        assert bench.step() == (1, CHUNK)
+        assert [len(bench.verdicts[each]) for each in sessions] == [int(step >= 3 + i) for i in range(3)]
+
+
+def test_short_prompts_share_a_step() -> None:
+    bench = Bench()
+    for first in (10, 20, 30):
+        bench.submit(session(prompt(4, first)))
+    assert bench.step() == (3, 12)
+
+
+def test_samples_of_one_prompt_read_it_once() -> None:
+    bench = Bench()
+    sessions = [session(prompt(100)) for _ in range(3)]
+    for each in sessions:
+        bench.submit(each)
+    bench.finish()
+    assert bench.engine.computed_tokens == 100 + 2
+    assert len({each.text[-1] for each in sessions}) == 1
+
+
+def test_a_prompt_whose_first_reader_left_is_read_all_the_same() -> None:
+    bench = Bench()
+    first, second = session(prompt(100)), session(prompt(100))
+    bench.submit(first)
+    bench.submit(second)
+    bench.step()
+    bench.scheduler.close(first)
+    bench.finish()
+    assert len(bench.verdicts[second]) == 1
+    assert not bench.verdicts[first]
+
+
+def test_sessions_closed_at_any_stage_free_their_slots_at_the_next_step() -> None:
+    bench = Bench()
+    never_started, in_prefill, decoding, idle = (session(prompt(n, n)) for n in (5, 6 * CHUNK, 8, 9))
+    for each in (decoding, idle):
+        bench.submit(each)
+    bench.finish()
+    bench.submit(in_prefill)
+    bench.step()
+    bench.submit(decoding)
+    bench.submit(never_started)
+    for each in (never_started, in_prefill, decoding, idle):
+        bench.scheduler.close(each)
+        bench.scheduler.close(each)
+    assert not bench.scheduler.step()
+    assert bench.scheduler.sessions == bench.scheduler.slots_used == 0
+    assert [len(bench.verdicts[each]) for each in (never_started, in_prefill, decoding, idle)] == [0, 0, 1, 1]
+
+
+def test_a_session_gets_the_slot_of_one_closed_just_before() -> None:
+    bench = Bench(max_sessions=1)
+    first, second = session(prompt(5)), session(prompt(6, first=20))
+    bench.submit(first)
+    bench.finish()
+    bench.scheduler.close(first)
+    bench.submit(second)
+    bench.finish()
+    assert len(bench.verdicts[second]) == 1
+    assert bench.scheduler.sessions == bench.scheduler.slots_used == 1
+
+
+def test_sessions_batched_together_emit_what_each_emits_alone() -> None:
+    def texts(sessions: Sequence[Session], together: bool) -> list[list[int]]:
+        bench = Bench(max_sessions=8)
+        for batch in [sessions] if together else [[each] for each in sessions]:
+            for _ in range(12):
+                for each in batch:
+                    bench.submit(each)
+                bench.finish()
+        return [each.text for each in sessions]
+
+    def make() -> list[Session]:
+        params = SamplingParams(temperature=0.8, max_new_tokens=100, ignore_eos=True, presence_penalty=0.5)
+        return [Session(prompt(5 + 6 * i, 10 + i), 5 + 6 * i, i, params) for i in range(8)]
+
+    assert texts(make(), together=True) == texts(make(), together=False)
+
+
+def test_the_cache_holds_the_final_text_but_its_last_token_after_every_verdict() -> None:
+    bench = Bench()
+    reference, drafted = session(prompt(5), ignore_eos=True), session(prompt(5), ignore_eos=True)
+    for _ in range(10):
+        bench.submit(reference)
+        bench.finish()
+    bench.submit(drafted)
+    bench.finish()
+    bench.submit(drafted, draft=[*reference.text[6:9], reference.text[9] + 1, 3])
+    bench.finish()
+    assert drafted.text == reference.text[:10]
+    [slot] = [slot for each, slot in bench.scheduler._slots.items() if each is drafted]
+    assert slot.tokens == drafted.text[:-1]
+
+
+def test_drafts_after_the_end_of_a_text_are_not_counted() -> None:
+    bench = Bench()
+    reference = session(prompt(5), ignore_eos=True)
+    for _ in range(4):
+        bench.submit(reference)
+        bench.finish()
+    before = bench.scheduler.counters.drafted
+    stopped = session(prompt(5), ignore_eos=True, stop_token_ids=(reference.text[7],))
+    bench.submit(stopped)
+    bench.finish()
+    bench.submit(stopped, draft=[*reference.text[6:9], 3, 4])
+    bench.finish()
+    counters = bench.scheduler.counters
+    assert (counters.drafted - before, counters.accepted) == (2, 2)
+    assert stopped.text == reference.text[:8]
+
+
+def test_parameters_that_leave_no_token_end_their_session_and_no_other() -> None:
+    bench = Bench()
+    bad = session(prompt(5), min_new_tokens=50, stop_token_ids=tuple(range(tiny.VOCABULARY_SIZE)))
+    good = session(prompt(6))
+    bench.submit(bad)
+    bench.submit(good)
+    bench.finish()
+    assert isinstance(bench.verdicts[bad][0], RequestError)
+    assert isinstance(bench.verdicts[good][0], Verdict)
