@@ -1,0 +1,116 @@
+"""Drafting with a small language model: one forward a step, over all sessions that want the same kind of work.
+
+Proposals come first, since a target waits for them; then new texts are read; then answers to verdicts that have not
+come yet are prepared.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draft_service.drafter import Counters, Emit, Opening
+from draft_service.model_session import ModelSession
+from draft_service.picking import Picker
+from foredraft.engine.engine import Engine, Row
+
+# After this many passes over proposals while a new text waits, a part of that is read: load must not starve it.
+PATIENCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A row of the next forward, and what to do with its logits, if any are wanted."""
+
+    session: ModelSession
+    row: Row
+    take: Callable[[Tensor], None] | None = None
+
+
+class ModelDrafter:
+    """Owns the engine. Each session prepares up to `branches` verdicts; `prefill_chunk` tokens are read in a pass."""
+
+    def __init__(self, engine: Engine, *, vocabulary_size: int, branches: int, prefill_chunk: int) -> None:
+        self.counters = Counters()
+        self._engine = engine
+        # A refused draft token is no answer to its own refusal.
+        self._picker = Picker(vocabulary_size, branches + 1)
+        self._branches = branches
+        self._prefill_chunk = prefill_chunk
+        self._sessions: list[ModelSession] = []
+        self._waited = 0
+
+    def open(self, opening: Opening, emit: Emit) -> ModelSession:
+        """See Drafter."""
+        session = ModelSession(opening, emit, self._engine, self._picker, self._branches, self.counters)
+        self._sessions.append(session)
+        self.counters.sessions += 1
+        return session
+
+    def step(self) -> bool:
+        """See Drafter."""
+        self._sessions = [session for session in self._sessions if not session.closed]
+        reading = [session for session in self._sessions if self._must_read(session)]
+        proposing = [session for session in self._sessions if session.request is not None and session not in reading]
+        if reading and (not proposing or self._waited >= PATIENCE):
+            self._waited = 0
+            self._run(self._reading(reading))
+        elif proposing:
+            self._waited += bool(reading)
+            self._run([Job(session, session.proposal_row(), session.extend_draft) for session in proposing])
+        else:
+            return self._run(self._preparing())
+        return True
+
+    def _must_read(self, session: ModelSession) -> bool:
+        """Whether text is to be read before anything is drafted: what came at first, or more than fits in a pass."""
+        if session.room(len(session.text)) <= 0 or session.unread == 0:
+            return False
+        return session.opening_unread or session.unread >= self._prefill_chunk
+
+    def _reading(self, sessions: list[ModelSession]) -> list[Job]:
+        """Parts of unread texts; there may be none if all were found in other slots."""
+        jobs = []
+        budget = self._prefill_chunk
+        for session in sessions:
+            if budget == 0 or self._is_being_read(session, sessions):
+                continue
+            session.open_slot()
+            count = min(budget, session.unread)
+            if count > 0:
+                jobs.append(Job(session, session.reading_row(count)))
+                budget -= count
+        return jobs
+
+    def _is_being_read(self, session: ModelSession, sessions: list[ModelSession]) -> bool:
+        """Whether another session reads the same text: this one copies the keys and values when that is done."""
+        return session.slot is None and any(
+            other is not session and other.slot is not None and other.text == session.text for other in sessions
+        )
+
+    def _preparing(self) -> list[Job]:
+        jobs = []
+        for session in self._sessions:
+            preparation = session.preparation
+            if preparation is None or preparation.is_finished:
+                continue
+            row = preparation.row()
+            if row is not None:
+                jobs.append(Job(session, row, preparation.take))
+        return jobs
+
+    def _run(self, jobs: list[Job]) -> bool:
+        if not jobs:
+            return False
+        started = time.perf_counter()
+        logits = self._engine.forward([job.row for job in jobs])
+        for job, rows in zip(jobs, logits, strict=True):
+            if job.take is not None:
+                job.take(rows)
+        self.counters.forwards += 1
+        self.counters.forward_tokens += sum(len(job.row.token_ids) for job in jobs)
+        elapsed = time.perf_counter() - started
+        for job in jobs:
+            job.session.add_compute(elapsed)
+        return True

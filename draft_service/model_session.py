@@ -1,0 +1,304 @@
+"""One session of the model drafter: its final text, what was drafted after it, and what is prepared for verdicts.
+
+`draft` follows `text`, token for token what a fresh proposal would be. The slot holds keys and values of text and draft
+short of the last token: there is always one to run. While a round is verified the slot may hold more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from draft_service.drafter import Counters, Emit, Opening, Prepared, Proposal
+from draft_service.outcomes import History, likely_outcomes
+from draft_service.picking import Candidates, Context, Draft, Picker
+from foredraft.engine.engine import Engine, Node, Row, Slot
+
+
+@dataclass(slots=True)
+class Request:
+    """A proposal that is asked for: at most `limit` tokens."""
+
+    limit: int
+    received: float
+    compute_s: float = 0.0
+
+
+class ModelSession:
+    """See DraftSession. The drafter asks it for rows of the next forward and hands it their logits."""
+
+    def __init__(
+        self, opening: Opening, emit: Emit, engine: Engine, picker: Picker, branches: int, counters: Counters
+    ) -> None:
+        self.opening = opening
+        self.text = opening.text
+        self.draft = Draft()
+        self.slot: Slot | None = None
+        self.request: Request | None = None
+        self.preparation: Preparation | None = None
+        self.history = History()
+        self.engine = engine
+        self.picker = picker
+        self.branches = branches
+        self.closed = False
+        self._emit = emit
+        self._counters = counters
+        self._opened_with = len(opening.text)
+
+    def commit(self, base: int, token_ids: list[int], max_tokens: int, received: float) -> None:
+        """See DraftSession. What was prepared for just this verdict becomes the draft, with its keys and values."""
+        if self.request is not None:
+            self._answer(self.request)
+        unchanged = self.text[base:] == token_ids
+        branch = self._end_preparation(base, token_ids, wanted=max_tokens > 0)
+        self.text = [*self.text[:base], *token_ids]
+        if branch is not None:
+            self.draft = branch.draft
+            self.engine.adopt(self.open_slot(), branch.path)
+        elif not unchanged:
+            self.draft = Draft()
+            if self.slot is not None:
+                agreed = base + common_length(self.slot.tokens[base:], token_ids)
+                self.engine.rollback(self.slot, min(len(self.slot.tokens), agreed, len(self.text) - 1))
+        if max_tokens > 0:
+            self.request = Request(min(max_tokens, self.room(len(self.text))), received)
+            self._answer_if_done()
+
+    def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int) -> None:
+        """See DraftSession. A round is ignored that leaves no room for a draft token after it."""
+        if base != len(self.text):
+            return
+        self._drop_tree()
+        limit = min(max_tokens, self.room(base + 1), self.engine.tree_size)
+        fits = base + len(token_ids) <= self.engine.max_model_len
+        self.preparation = Preparation(self, round_id, token_ids, limit) if limit > 0 and fits else None
+
+    def close(self) -> None:
+        """See DraftSession."""
+        self.closed = True
+        self._counters.sessions -= 1
+        if self.slot is not None:
+            self.engine.close(self.slot)
+
+    @property
+    def unread(self) -> int:
+        """How many tokens of the text have no keys and values yet, not counting the last one: drafting runs that."""
+        return max(0, len(self.text) - 1 - self.cached)
+
+    @property
+    def opening_unread(self) -> bool:
+        """Whether text that came with the opening is among the unread."""
+        return self.cached < min(self._opened_with, len(self.text)) - 1
+
+    @property
+    def cached(self) -> int:
+        """How many tokens the slot holds."""
+        return 0 if self.slot is None else len(self.slot.tokens)
+
+    def room(self, base: int) -> int:
+        """How many draft tokens after `base` tokens of text are of use and fit into the model's context."""
+        return min(self.opening.room(base), self.engine.max_model_len - base)
+
+    def open_slot(self) -> Slot:
+        """The session's slot, taken on first use: until then what others read may become worth copying."""
+        if self.slot is None:
+            self.slot = self.engine.open(self.text)
+        return self.slot
+
+    def reading_row(self, count: int) -> Row:
+        """The next `count` unread tokens; no logits."""
+        slot = self.open_slot()
+        return Row(slot, self.text[len(slot.tokens) :][:count], [])
+
+    def proposal_row(self) -> Row:
+        """What text and draft have beyond the slot; the logits after the last token are for `extend_draft`."""
+        slot = self.open_slot()
+        known = len(self.text) + len(self.draft.tokens)
+        if len(slot.tokens) >= known:
+            self.engine.rollback(slot, known - 1)
+        token_ids = tail(self.text, self.draft.tokens, len(slot.tokens))
+        return Row(slot, token_ids, [len(token_ids) - 1])
+
+    def extend_draft(self, logits: Tensor) -> None:
+        """Draw the next draft token from `logits` [1, V]."""
+        self.picker.extend(logits, self.opening, [Context(self.text, self.draft.tokens)], [self.draft])
+
+    def add_compute(self, seconds: float) -> None:
+        """Count a pass that worked for the request, and answer it if it is done."""
+        if self.request is not None:
+            self.request.compute_s += seconds
+            self._answer_if_done()
+
+    def is_done(self, draft: Draft, limit: int) -> bool:
+        """Whether a draft has all tokens that are wanted, or the text ends with it."""
+        return len(draft.tokens) >= limit or (draft.tokens != [] and self.opening.ends(draft.tokens[-1]))
+
+    def emit_branch(self, round_id: int, branch: Branch) -> None:
+        """Push what is prepared for one verdict."""
+        tokens = list(branch.draft.tokens)
+        self._counters.prepared += 1
+        self._counters.prepared_tokens += len(tokens)
+        self._emit(Prepared(round_id, branch.accepted, branch.next_token, tokens, branch.draft.q(len(tokens))))
+
+    def _answer_if_done(self) -> None:
+        if self.request is not None and self.is_done(self.draft, self.request.limit):
+            self._answer(self.request)
+
+    def _answer(self, request: Request) -> None:
+        self.request = None
+        tokens = self.draft.tokens[: max(0, request.limit)]
+        self._counters.proposals += 1
+        self._counters.proposed_tokens += len(tokens)
+        queued = time.perf_counter() - request.received - request.compute_s
+        self._emit(Proposal(len(self.text), tokens, self.draft.q(len(tokens)), request.compute_s, max(0.0, queued)))
+
+    def _end_preparation(self, base: int, token_ids: list[int], *, wanted: bool) -> Branch | None:
+        """Learn from the verdict, and return what was prepared for it, if any was."""
+        preparation, self.preparation = self.preparation, None
+        if preparation is None or base != len(self.text) or not token_ids:
+            self._drop_tree()
+            return None
+        *accepted, next_token = token_ids
+        if accepted == preparation.drafted[: len(accepted)]:
+            self.history.observe(len(preparation.drafted), len(accepted))
+        branch = preparation.branch(accepted, next_token)
+        self._counters.hits += branch is not None
+        self._counters.misses += branch is None
+        if branch is None:
+            self._drop_tree()
+            return None
+        self._counters.used_tokens += len(branch.draft.tokens)
+        if not wanted and branch in preparation.active:
+            self.emit_branch(preparation.round_id, branch)
+        return branch
+
+    def _drop_tree(self) -> None:
+        if self.slot is not None:
+            self.engine.drop_tree(self.slot)
+
+
+@dataclass(eq=False, slots=True)
+class Branch:
+    """The continuation for one verdict. `text` is final if it comes; `path` are the branch's nodes in the tree."""
+
+    accepted: int
+    text: list[int]
+    limit: int
+    draft: Draft = field(default_factory=Draft)
+    path: list[int] = field(default_factory=list)
+
+    @property
+    def next_token(self) -> int:
+        """The verdict's next token."""
+        return self.text[-1]
+
+
+class Preparation:
+    """Answers to the likely verdicts on the round of `drafted` tokens after the session's text.
+
+    First the tokens of the round are read as far as what may follow them is not known. Then the likeliest verdicts get
+    a branch of the slot's tree each, and every pass draws one more token for all that are not finished.
+    """
+
+    def __init__(self, session: ModelSession, round_id: int, drafted: list[int], limit: int) -> None:
+        self.round_id = round_id
+        self.drafted = drafted
+        self.branches: list[Branch] = []
+        self.active: list[Branch] = []
+        self.is_planned = False
+        self._session = session
+        self._limit = limit
+        self._candidates: list[Candidates] = []
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.is_planned and not self.active
+
+    def branch(self, accepted: list[int], next_token: int) -> Branch | None:
+        """What was prepared for this verdict: at least one token, or None."""
+        if accepted != self.drafted[: len(accepted)]:
+            return None
+        verdict = (len(accepted), next_token)
+        return next((b for b in self.branches if b.draft.tokens and (b.accepted, b.next_token) == verdict), None)
+
+    def row(self) -> Row | None:
+        """The tokens for the next pass, whose logits are for `take`; None if nothing is left to do."""
+        if not self.is_planned:
+            row = self._round_row()
+            if row is not None:
+                return row
+            self._plan()
+        return self._branches_row() if self.active else None
+
+    def take(self, logits: Tensor) -> None:
+        """Use the logits [R, V] of the last row: to choose the verdicts, or to draw their branches' next tokens."""
+        session = self._session
+        if not self.is_planned:
+            counts = range(len(self._candidates), len(self.drafted) + 1)
+            contexts = [Context(session.text, self.drafted[:count]) for count in counts]
+            self._candidates += session.picker.candidates(logits, session.opening, contexts)
+            self._plan()
+            return
+        contexts = [Context(branch.text, branch.draft.tokens) for branch in self.active]
+        session.picker.extend(logits, session.opening, contexts, [branch.draft for branch in self.active])
+        for branch in self.active:
+            if session.is_done(branch.draft, branch.limit):
+                session.emit_branch(self.round_id, branch)
+        self.active = [branch for branch in self.active if not session.is_done(branch.draft, branch.limit)]
+
+    def _round_row(self) -> Row | None:
+        """What must be read to know what may follow each token of the round; None if drafting has told all of it."""
+        session, base = self._session, len(self._session.text)
+        agreed = common_length(session.draft.tokens, self.drafted)
+        self._candidates = session.draft.candidates[: agreed + 1]
+        if len(self._candidates) > len(self.drafted):
+            return None
+        session.draft.truncate(agreed)  # the slot will hold the round's tokens instead
+        slot = session.open_slot()
+        first = base + len(self._candidates) - 1
+        agreed = base + common_length(slot.tokens[base:], self.drafted)
+        session.engine.rollback(slot, min(len(slot.tokens), agreed, first))
+        token_ids = tail(session.text, self.drafted, len(slot.tokens))
+        missing = len(self.drafted) + 1 - len(self._candidates)
+        return Row(slot, token_ids, range(len(token_ids) - missing, len(token_ids)))
+
+    def _plan(self) -> None:
+        session = self._session
+        outcomes = likely_outcomes(
+            session.opening,
+            len(session.text),
+            self.drafted,
+            self._candidates,
+            session.history,
+            min(session.branches, session.engine.tree_size // self._limit),
+        )
+        for outcome in outcomes:
+            text = [*session.text, *self.drafted[: outcome.accepted], outcome.next_token]
+            limit = min(self._limit, session.room(len(text)))
+            if limit > 0:
+                self.branches.append(Branch(outcome.accepted, text, limit))
+        self.active = list(self.branches)
+        self.is_planned = True
+
+    def _branches_row(self) -> Row:
+        """The last token of every active branch."""
+        slot = self._session.open_slot()
+        token_ids = [branch.draft.tokens[-1] if branch.draft.tokens else branch.next_token for branch in self.active]
+        nodes = [Node(len(branch.text) - 1, branch.path[-1] if branch.path else -1) for branch in self.active]
+        for node, branch in enumerate(self.active, start=len(slot.tree_tokens)):
+            branch.path.append(node)
+        return Row(slot, token_ids, range(len(token_ids)), nodes)
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens two texts have in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def tail(text: list[int], drafted: list[int], start: int) -> list[int]:
+    """The tokens of text and draft from index `start` on."""
+    return [*text[start:], *drafted[max(0, start - len(text)) :]]

@@ -1,0 +1,123 @@
+"""From raw logits to draft tokens: the same warpers and the same noise as the target's, along every continuation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draft_service.drafter import Opening
+from foredraft.sampling.coupled import rank
+from foredraft.sampling.params import SamplingParams
+from foredraft.sampling.proposal import SparseQ, propose
+from foredraft.sampling.warpers import warp
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest tokens at one position, likeliest first, with their warped logits; the first may come twice."""
+
+    token_ids: list[int]
+    logits: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a token follows: the text that is final when the round begins, and draft tokens after it."""
+
+    text: Sequence[int]
+    drafted: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.text) + len(self.drafted)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Text and draft tokens."""
+        return [*self.text, *self.drafted]
+
+
+@dataclass(slots=True)
+class Draft:
+    """Draft tokens; for each the candidates it was drawn among and, if verification needs it, its row of q."""
+
+    tokens: list[int] = field(default_factory=list)
+    candidates: list[Candidates] = field(default_factory=list)
+    q_rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` tokens."""
+        for items in (self.tokens, self.candidates, self.q_rows):
+            del items[count:]
+
+    def q(self, count: int) -> SparseQ | None:
+        """What the first `count` tokens were drawn from; None if that is of no use."""
+        if not self.q_rows or count == 0:
+            return None
+        return SparseQ.stack(self.q_rows[:count])
+
+
+class Picker:
+    """Picks draft tokens and likely alternatives from logits."""
+
+    def __init__(self, vocabulary_size: int, count: int) -> None:
+        self._vocabulary_size = vocabulary_size
+        self._count = min(count, vocabulary_size)
+
+    def candidates(self, logits: Tensor, opening: Opening, contexts: Sequence[Context]) -> list[Candidates]:
+        """The candidates of each of the rows of `logits` [R, V], which follow `contexts`."""
+        return self._candidates(self._warp(logits, opening, contexts), opening, contexts)
+
+    def extend(self, logits: Tensor, opening: Opening, contexts: Sequence[Context], drafts: Sequence[Draft]) -> None:
+        """Append the next token to each of `drafts`, drawn from the row of `logits` [R, V] that follows its context."""
+        warped = self._warp(logits, opening, contexts)
+        rows = self._candidates(warped, opening, contexts)
+        for row, context, draft, candidates in zip(warped, contexts, drafts, rows, strict=True):
+            draft.candidates.append(candidates)
+            if not opening.needs_q:
+                draft.tokens.append(candidates.token_ids[0])
+                continue
+            token, token_ids, probabilities = propose(
+                row,
+                opening.params,
+                sample_index=opening.sample_index,
+                base=len(context.text),
+                position=len(context),
+            )
+            draft.tokens.append(token)
+            draft.q_rows.append((token_ids, probabilities))
+
+    def _candidates(self, warped: Tensor, opening: Opening, contexts: Sequence[Context]) -> list[Candidates]:
+        if opening.needs_q:
+            token_ids = warped.topk(self._count).indices
+        else:
+            positions = [len(context) for context in contexts]
+            token_ids = rank(
+                warped, opening.params, sample_index=opening.sample_index, positions=positions, count=self._count
+            )
+        logits = warped.gather(1, token_ids)
+        return [Candidates(*row) for row in zip(token_ids.tolist(), logits.tolist(), strict=True)]
+
+    def _warp(self, logits: Tensor, opening: Opening, contexts: Sequence[Context]) -> Tensor:
+        """Warp rows that need not follow one another; in one go where their text makes no difference."""
+        params = opening.params
+        shortest = min(contexts, key=len)
+        if not _depends_on_text(params) and len(shortest) - opening.prompt_length >= params.min_new_tokens:
+            return self._warp_chain(logits, opening, shortest.tokens)
+        rows = zip(logits, contexts, strict=True)
+        return torch.cat([self._warp_chain(row[None], opening, context.tokens) for row, context in rows])
+
+    def _warp_chain(self, logits: Tensor, opening: Opening, text: Sequence[int]) -> Tensor:
+        return warp(
+            logits,
+            opening.params,
+            text=text,
+            prompt_length=opening.prompt_length,
+            draft=[0] * (len(logits) - 1),
+            eos_token_ids=opening.eos_token_ids,
+            vocabulary_size=self._vocabulary_size,
+        )
+
+
+def _depends_on_text(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
