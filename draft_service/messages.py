@@ -1,0 +1,60 @@
+"""Between the contract's messages and what drafters take and answer."""
+
+from draft_service.drafter import Opening, Prepared, Proposal
+from foredraft.sampling.params import SamplingParams
+from foredraft.sampling.proposal import SparseQ
+from foredraft.serving.errors import failed_precondition
+from foredraft.v1 import common_pb2, draft_pb2
+
+
+def opening(message: draft_pb2.OpenDraft, params: SamplingParams) -> Opening:
+    """What a checked message says."""
+    return Opening(
+        text=list(message.token_ids),
+        prompt_length=message.prompt_length,
+        sample_index=message.sample_index,
+        params=params,
+        eos_token_ids=frozenset(message.eos_token_ids),
+    )
+
+
+def check_fits(base: int, added: int, *, length: int, opening: Opening) -> None:
+    """Raises RequestError FAILED_PRECONDITION if `added` tokens after `base` do not fit a text of `length` tokens."""
+    if base > length:
+        raise failed_precondition(f"base is {base}; the session's text has {length} tokens")
+    if base < opening.prompt_length:
+        raise failed_precondition(f"base is {base}; the prompt has {opening.prompt_length} tokens and is final")
+    output, most = base + added - opening.prompt_length, opening.params.max_new_tokens
+    if output > most:
+        raise failed_precondition(f"the output would have {output} tokens; max_new_tokens is {most}")
+
+
+def response(answer: Proposal | Prepared) -> draft_pb2.DraftResponse:
+    """The message for a drafter's answer."""
+    q = None if answer.q is None else sparse_distributions(answer.q)
+    if isinstance(answer, Prepared):
+        prepared = draft_pb2.Prepared(
+            round_id=answer.round_id,
+            accepted=answer.accepted,
+            next_token=answer.next_token,
+            token_ids=answer.token_ids,
+            q=q,
+        )
+        return draft_pb2.DraftResponse(prepared=prepared)
+    proposal = draft_pb2.Proposal(
+        base=answer.base,
+        token_ids=answer.token_ids,
+        q=q,
+        compute_us=round(answer.compute_s * 1e6),
+        queue_us=round(answer.queue_s * 1e6),
+    )
+    return draft_pb2.DraftResponse(proposal=proposal)
+
+
+def sparse_distributions(q: SparseQ) -> common_pb2.SparseDistributions:
+    """Packed little-endian."""
+    return common_pb2.SparseDistributions(
+        support=q.token_ids.shape[1],
+        token_ids=q.token_ids.cpu().numpy().astype("<u4").tobytes(),
+        probabilities=q.probabilities.cpu().numpy().astype("<f4").tobytes(),
+    )
