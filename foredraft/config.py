@@ -17,7 +17,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from foredraft.speculative_config import BLOCKS, ConfigError, suggest, translate
+from foredraft.speculative_config import BLOCKS, suggest, translate
+from foredraft.speculative_config import ConfigError as ConfigError
 
 ENV_PREFIX = "FOREDRAFT_"
 # Names in the environment that are no options of a service.
@@ -60,7 +61,7 @@ class Settings(BaseModel):
 class TargetSettings(Settings):
     """`foredraft target-server`."""
 
-    model: str = Field(description="Target model: Transformers directory, hub id or .gguf file.")
+    model: str = Field(min_length=1, description="Target model: Transformers directory, hub id or .gguf file.")
     listen: Address = Field(
         "127.0.0.1:50052", validation_alias="target_listen", description="Where the target service listens."
     )
@@ -184,18 +185,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Options among the FOREDRAFT_* variables, empty ones left out; raises ConfigError for one that is not known."""
-    known = {ENV_PREFIX + name.upper(): name for name in [*OPTIONS, *BLOCKS]}
+    known = [*OPTIONS, *BLOCKS]
     layer: dict[str, Any] = {}
     for variable, text in environment.items():
-        if variable in known:
-            if text:
-                layer[known[variable]] = text
-        elif (
-            variable.startswith(ENV_PREFIX)
-            and variable not in OTHER_VARIABLES
-            and not KUBERNETES_VARIABLE.fullmatch(variable)
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if (
+            not variable.startswith(ENV_PREFIX)
+            or variable in OTHER_VARIABLES
+            or KUBERNETES_VARIABLE.fullmatch(variable)
         ):
-            raise ConfigError(f"unknown environment variable {variable}{suggest(variable, [*known, *OTHER_VARIABLES])}")
+            continue
+        if name not in known:
+            hint = suggest(name, known, spell=lambda near: ENV_PREFIX + near.upper())
+            raise ConfigError(f"unknown environment variable {variable}{hint}")
+        if text:
+            layer[name] = text
     return layer
 
 
@@ -252,12 +256,6 @@ def load(
     return build(service, collect(flags or {}, config, environment))
 
 
-def dump(settings: Settings) -> dict[str, Any]:
-    """The given options of a service by name, such that `build` restores them."""
-    fields = type(settings).model_fields
-    return {option_name(name, fields[name]): getattr(settings, name) for name in settings.model_fields_set}
-
-
 def value_kind(name: str) -> str:
     """What an option's values are, for users: `integer`, `auto | cpu | cuda`, ..."""
     schema = next(s["properties"][name] for s in SCHEMAS if name in s["properties"])
@@ -266,6 +264,14 @@ def value_kind(name: str) -> str:
         return " | ".join(schema["enum"])
     kind = str(schema["type"])
     return {"boolean": "true | false", "string": "text"}.get(kind, kind)
+
+
+def default_text(name: str) -> str:
+    """An option's default, for users."""
+    field = OPTIONS[name]
+    if field.is_required():
+        return "required"
+    return "unset" if field.default is None else json.dumps(field.default).strip('"')
 
 
 def sections() -> list[tuple[str, list[str]]]:
@@ -282,12 +288,8 @@ def markdown_table() -> str:
     for title, names in sections():
         lines.append(f"| **{title}** | | | |")
         for name in names:
-            field = OPTIONS[name]
-            default = "required" if field.is_required() else "unset"
-            if default == "unset" and field.default is not None:
-                default = f"`{json.dumps(field.default).strip(chr(34))}`"
             kind = value_kind(name).replace("|", "\\|")
-            lines.append(f"| `{name}` | {kind} | {default} | {field.description} |")
+            lines.append(f"| `{name}` | {kind} | {default_text(name)} | {OPTIONS[name].description} |")
     return "\n".join(lines)
 
 

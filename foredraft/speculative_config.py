@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -36,10 +36,10 @@ BLOCKS = {
 DRAFTERS = {"draft_model": "model", "draft_target": "model", "drafttarget": "model", "ngram": "ngram"}
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` if a known name is near, else nothing."""
+def suggest(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
+    """`; did you mean ...?` with the nearest known name, spelled by `spell`; empty if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {spell(near[0])}?" if near else ""
 
 
 def translate(layer: Mapping[str, Any], source: str) -> dict[str, Any]:
