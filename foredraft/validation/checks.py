@@ -26,7 +26,7 @@ def at_most(value: int, limit: int, field: str) -> Iterator[Violation]:
 def known(value: int, enum: Any, field: str) -> Iterator[Violation]:
     """A value of a proto enum is one that this version knows."""
     if value not in enum.values():
-        yield Violation(field, f"is {value}; must be one of {', '.join(enum.keys())}")
+        yield Violation(field, f"is {value}; must be one of {', '.join(enum.keys()[1:])}")
 
 
 def token_ids(ids: Sequence[int], vocabulary_size: int | None, field: str) -> Iterator[Violation]:

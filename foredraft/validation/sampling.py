@@ -92,7 +92,7 @@ def sampling_violations(sampling: common_pb2.Sampling, vocabulary_size: int | No
     for name, allowed in RANGES.items():
         value = getattr(sampling, name)
         if sampling.HasField(name) and value not in allowed:
-            yield Violation(f"{prefix}.{name}", f"is {value:g}; must be in {allowed}")
+            yield Violation(f"{prefix}.{name}", f"is {value}; must be in {allowed}")
     yield from known(sampling.method, common_pb2.Method, f"{prefix}.method")
     yield from _length_violations(sampling, prefix)
     yield from _bias_violations(sampling, vocabulary_size, f"{prefix}.logit_bias")
@@ -120,6 +120,6 @@ def _bias_violations(sampling: common_pb2.Sampling, vocabulary_size: int | None,
         return
     for token, value in sorted(sampling.logit_bias.items()):
         if value not in BIAS_RANGE:
-            yield Violation(f"{field}[{token}]", f"is {value:g}; must be in {BIAS_RANGE}")
+            yield Violation(f"{field}[{token}]", f"is {value}; must be in {BIAS_RANGE}")
         if vocabulary_size is not None and token >= vocabulary_size:
             yield Violation(f"{field}[{token}]", f"has key {token}; must be in [0, {vocabulary_size}), the vocabulary")

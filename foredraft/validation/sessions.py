@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from itertools import chain
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,7 +172,7 @@ def _q_violations(
     used = probabilities > 0
     # Fillers become distinct numbers below every id.
     sorted_ids = np.sort(np.where(used, ids, -1 - np.arange(ids.shape[1])), axis=1)
-    checks: tuple[tuple[NDArray[np.bool_], str, str], ...] = (
+    checks: tuple[tuple[Any, str, str], ...] = (
         (finite, "probabilities", "has a number that is negative or not finite; must be probabilities"),
         (np.isclose(sums, 1, rtol=0, atol=SUM_TOLERANCE), "probabilities", "adds up to {sum:g}; must add up to 1"),
         ((~used | (ids < vocabulary_size)).all(1), "token_ids", f"must lie in [0, {vocabulary_size}), the vocabulary"),
