@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -172,6 +173,8 @@ def _probe(address: str) -> None:
 def _probe_unix(path: str) -> None:
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise FileNotFoundError(errno.ENOENT, "no such directory")
+    if os.path.exists(path) and not stat.S_ISSOCK(os.stat(path).st_mode):
+        raise FileExistsError(errno.EEXIST, "there is a file, and it is no socket")
     with socket.socket(socket.AF_UNIX) as client:
         # gRPC replaces the socket of a running server without a word.
         if client.connect_ex(path) == 0:
@@ -179,10 +182,10 @@ def _probe_unix(path: str) -> None:
 
 
 def _probe_tcp(address: str) -> None:
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError('the address must be "host:port" or "unix:/path"')
-    resolved = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    resolved = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     errors = []
     for family, kind, protocol, _, endpoint in resolved:
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from foredraft.serving.channel import channel
-from foredraft.serving.errors import ErrorDetails, Violation, error_details
+from foredraft.serving.errors import MAX_VIOLATIONS, ErrorDetails, Violation, error_details
 from foredraft.serving.server import Server, StartError
 from foredraft.v1 import generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
 from tests.serving.tiny_server import SERVICES, TinyTarget, add_services
@@ -120,6 +121,14 @@ async def test_details_of_an_error_arrive_intact() -> None:
     assert error.details() == "sampling.top_p: must be in (0, 1], is 2 (and 1 more)"
     violations = (Violation("sampling.top_p", "must be in (0, 1], is 2"), Violation("text", "must be longer"))
     assert error_details(error) == ErrorDetails(violations)
+
+
+async def test_many_long_violations_still_fit_the_trailers() -> None:
+    async with serving() as (_, _, connection):
+        error = await error_of(generate(connection, text="invalid everywhere"))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.details() or "").endswith("(and 999 more)")
+    assert len(error_details(error).violations) == MAX_VIOLATIONS
 
 
 async def test_details_of_an_error_in_the_middle_of_a_stream_arrive_intact() -> None:
@@ -282,12 +291,22 @@ async def test_an_address_in_use_is_refused_with_a_sentence(kind: str, tmp_path:
         assert await check(connection) == SERVING
 
 
+async def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    async with serving(f"unix:{path}") as (_, _, connection):
+        assert await check(connection) == SERVING
+
+
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
         ("localhost", 'the address must be "host:port" or "unix:/path"'),
+        (":0", 'the address must be "host:port" or "unix:/path"'),
         ("localhost:http", 'the address must be "host:port" or "unix:/path"'),
         ("192.0.2.1:0", "Cannot assign requested address"),
+        (f"unix:{__file__}", "there is a file, and it is no socket"),
         ("unix:/no/such/directory/socket", "no such directory"),
     ],
 )

@@ -20,6 +20,8 @@ class TinyGeneration(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> generation_pb2.GenerateResponse:
         if request.text == "invalid":
             raise invalid([Violation("sampling.top_p", "must be in (0, 1], is 2"), Violation("text", "must be longer")])
+        if request.text == "invalid everywhere":
+            raise invalid([Violation(f"field_{index:030}", "d" * 1000) for index in range(1000)])
         if request.text.startswith("broken"):
             raise KeyError(request.text)
         return generation_pb2.GenerateResponse(request_id=request.request_id)
