@@ -102,11 +102,10 @@ class Server:
 
     def shut_down(self, exit_code: int = 0) -> None:
         """Have `wait` drain and return `exit_code`; a second call ends running calls at once. In the loop's thread."""
+        self._exit_code = self._exit_code or exit_code
         if self._shut_down.is_set():
             self._at_once.set()
-        else:
-            self._exit_code = exit_code
-            self._shut_down.set()
+        self._shut_down.set()
 
     async def wait(self) -> int:
         """Serve until SIGTERM, SIGINT or `shut_down`, then `stop`. Returns the process's exit code."""
