@@ -1,0 +1,44 @@
+"""The `foredraft` command. Commands import what they need when they run: `foredraft --help` loads no torch."""
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from foredraft.cli import chat, demo, generate, servers, up
+from foredraft.config import ConfigError
+
+
+class Commands(TyperGroup):
+    """Reports what the user can mend as one sentence instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> object:
+        """Run the command; exit code 2 for settings that cannot be used."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Speculative decoding for large language models as gRPC services.",
+)
+app.command("up")(up.up)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("demo")(demo.demo)
+app.command("target-server")(servers.target_server)
+app.command("draft-server")(servers.draft_server)
+app.command("orchestrator")(servers.orchestrator)
+
+
+def main() -> None:
+    """Entry point of the `foredraft` script."""
+    app()

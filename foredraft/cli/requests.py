@@ -1,0 +1,102 @@
+"""What `generate` and `chat` have in common: sampling flags, the server's address, and errors in plain words."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+import typer
+
+from foredraft.config import ConfigError
+
+Address = Annotated[str, typer.Option("--address", envvar="FOREDRAFT_ADDRESS", help="Where the orchestrator listens.")]
+
+# Options of a request: type and meaning. Their ranges are the server's to check.
+SAMPLING: dict[str, tuple[Any, str]] = {
+    "temperature": (float, "Divides the logits; 0 is greedy decoding."),
+    "top_k": (int, "Keep the k most probable tokens; 0 keeps all."),
+    "top_p": (float, "Keep the most probable tokens with this total probability."),
+    "min_p": (float, "Keep tokens at least this fraction as probable as the most probable one."),
+    "repetition_penalty": (float, "Makes tokens of prompt and output less likely; 1 is off."),
+    "presence_penalty": (float, "Subtracted from the logit of every token in the output."),
+    "frequency_penalty": (float, "Subtracted from a token's logit for each of its occurrences in the output."),
+    "logit_bias": (list[str], "ID=BIAS: added to the logit of this token. May be repeated."),
+    "seed": (int, "Decides all random draws."),
+    "method": (Literal["coupled", "rejection", "block"], "How draft tokens are verified."),
+    "q_support": (int, "Tokens that the draft's distribution is cut to, for rejection and block."),
+    "max_new_tokens": (int, "The most tokens to generate."),
+    "min_new_tokens": (int, "No end before this many tokens."),
+    "stop": (list[str], "A text that ends the output. May be repeated."),
+    "stop_token_ids": (list[int], "A token that ends the output. May be repeated."),
+    "ignore_eos": (bool, "Do not stop at the model's end-of-sequence token."),
+    "mode": (Literal["plain", "sequential", "overlapped"], "How draft and target work together."),
+    "drafter": (Literal["model", "ngram"], "What drafts."),
+    "draft_tokens": (int, "Draft exactly this many tokens a round."),
+    "max_draft_tokens": (int, "Draft at most this many tokens a round."),
+}
+
+
+def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command that takes `options` (only those that were given): it gets a flag for each of SAMPLING."""
+
+    def run(**arguments: Any) -> None:
+        options = {name: arguments.pop(name) for name in SAMPLING}
+        given = {
+            name: value for name, value in options.items() if value is not None and value != [] and value is not False
+        }
+        if "logit_bias" in given:
+            given["logit_bias"] = dict(parse_bias(text) for text in given["logit_bias"])
+        command(options=given, **arguments)
+
+    made = []
+    for name, (kind, text) in SAMPLING.items():
+        spelled = "--" + name.replace("_", "-")
+        option = typer.Option(spelled, help=text, show_default=False, rich_help_panel="Sampling and speculation")
+        annotation = Annotated[bool, option] if kind is bool else Annotated[kind | None, option]
+        default = False if kind is bool else None
+        made.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    own = [p for p in inspect.signature(command).parameters.values() if p.name != "options"]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]
+    return run
+
+
+def parse_bias(text: str) -> tuple[int, float]:
+    """ "12=-1.5" as (12, -1.5)."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ConfigError(f"logit_bias: must be a token id and a number, such as 12=-1.5, not {text}") from None
+
+
+@contextmanager
+def plain_errors(address: str) -> Iterator[None]:
+    """Print what went wrong with a request in a sentence and exit: 2 for a bad request, 1 for anything else."""
+    import grpc
+
+    from orchestrator.client import GenerationError
+
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except GenerationError as error:
+        print(f"error: {explain(error, address)}", file=sys.stderr)
+        raise typer.Exit(2 if error.status is grpc.StatusCode.INVALID_ARGUMENT else 1) from None
+
+
+def explain(error: Any, address: str) -> str:
+    """A GenerationError in words for a terminal."""
+    import grpc
+
+    if error.violations:
+        return "\n".join(f"{v.field.removeprefix('sampling.')} {v.description}" for v in error.violations)
+    # A server that answers and cannot serve says when to try again.
+    if error.status is grpc.StatusCode.UNAVAILABLE and error.retry_after is None:
+        return (
+            f"nothing answers at {address}; start the services with `foredraft up --model MODEL`, or say where they "
+            "are with --address"
+        )
+    return str(error.message)

@@ -1,0 +1,222 @@
+"""`foredraft up`: target, draft and orchestrator as processes of this machine."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from foredraft.cli.flags import Config, with_settings
+from foredraft.cli.supervisor import Child, ChildError, Report, Supervisor, ignore
+from foredraft.config import (
+    ENV_PREFIX,
+    ConfigError,
+    DraftSettings,
+    OrchestratorSettings,
+    TargetSettings,
+    build,
+    collect,
+)
+
+Pin = Annotated[bool, typer.Option("--pin", help="Keep the target and the other two on CPU cores of their own.")]
+COLOURS = {"target": "blue", "draft": "green", "orchestrator": "magenta"}
+
+
+class Stack:
+    """The three services as child processes; leave it to stop them, the orchestrator first.
+
+        async with Stack({"model": "path/to/model", "draft_model": "path/to/draft"}) as stack:
+            client = AsyncClient(stack.address)
+
+    `options` are those of all three services by name, as `foredraft.config.collect` returns them. Target and draft
+    listen on Unix sockets unless told otherwise; a `listen` with port 0 becomes a free port. With `pin`, the target
+    runs on the first of the CPU cores, as many as it has threads, and the other two on the rest. Raises ConfigError at
+    once, and ChildError on entry if a service ends instead of serving.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Any], *, pin: bool = False, on_line: Report = ignore, on_state: Report = ignore
+    ) -> None:
+        for name in ("target", "draft"):
+            if options.get(name) is not None:
+                raise ConfigError(
+                    f"{name} is the address of a server that already runs, but up starts its own; leave {name} out, or "
+                    "run `foredraft orchestrator`"
+                )
+        target, draft = build(TargetSettings, options), build(DraftSettings, options)
+        orchestrator = build(OrchestratorSettings, options)
+        threads, draft_threads = share_cores(target, draft)
+        self.address = with_port(orchestrator.listen)
+        self._with_draft = orchestrator.speculation_enabled
+        self._cores = divide_cores(threads) if pin else None
+        self._directory = tempfile.TemporaryDirectory(prefix="foredraft-")
+        self._target_address = str(options.get("target_listen") or f"unix:{self._directory.name}/target.sock")
+        self._draft_address = str(options.get("draft_listen") or f"unix:{self._directory.name}/draft.sock")
+        self._options = {
+            **options,
+            "threads": threads,
+            "draft_threads": draft_threads,
+            "listen": self.address,
+            "target_listen": self._target_address,
+            "draft_listen": self._draft_address,
+            "target": self._target_address,
+            "draft": self._draft_address if self._with_draft else None,
+        }
+        self.supervisor = Supervisor(
+            on_line=on_line,
+            on_state=on_state,
+            environment=child_environment(),
+            # A server that has used up its grace period still has to cut its calls off.
+            kill_after_s=orchestrator.grace_s + 10,
+        )
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.supervisor.stop()
+        self._directory.cleanup()
+
+    async def _start(self) -> None:
+        target_cores, other_cores = self._cores or (None, None)
+        models = [self._child("target", "target-server", self._target_address, target_cores)]
+        if self._with_draft:
+            models.append(self._child("draft", "draft-server", self._draft_address, other_cores))
+        # The orchestrator needs the target's tokenizer before it can serve.
+        for children in (models, [self._child("orchestrator", "orchestrator", self.address, other_cores)]):
+            for child in children:
+                await self.supervisor.start(child)
+            await self.supervisor.wait_healthy(*children)
+
+    def _child(self, name: str, command: str, address: str, cores: set[int] | None) -> Child:
+        config = Path(self._directory.name) / "options.yaml"
+        config.write_text(json.dumps(self._options))
+        arguments = ["-m", "foredraft.cli", command, "--config", str(config), "--stop-with-parent"]
+        return Child(name, [sys.executable, *arguments], address, cores)
+
+
+def available_cores() -> list[int]:
+    """The CPU cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+
+
+def share_cores(target: TargetSettings, draft: DraftSettings) -> tuple[int, int]:
+    """CPU threads of target and draft: two models that both take all cores stand in each other's way.
+
+    A draft model gets a quarter of the cores. The n-gram drafter hardly computes, so it and the orchestrator get one.
+    """
+    cores = len(available_cores())
+    draft_threads = draft.threads or (max(1, cores // 4) if draft.draft_model else 1)
+    return target.threads or max(1, cores - draft_threads), draft_threads
+
+
+def divide_cores(threads: int) -> tuple[set[int], set[int]]:
+    """The cores of a target with this many threads, and those of the rest. Raises ConfigError if nothing is left."""
+    cores = available_cores()
+    if len(cores) <= threads or sys.platform != "linux":
+        raise ConfigError(f"pin needs Linux and more CPU cores than the target's {threads} threads, not {len(cores)}")
+    return set(cores[:threads]), set(cores[threads:])
+
+
+def with_port(address: str) -> str:
+    """The address with a free port in place of port 0."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:") or port != "0":
+        return address
+    with socket.create_server((host.strip("[]"), 0), family=socket.AF_INET6 if "[" in host else socket.AF_INET) as free:
+        return f"{host}:{free.getsockname()[1]}"
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment without options: the children get those in a file."""
+    kept = {"FOREDRAFT_CACHE"}
+    return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX) or name in kept}
+
+
+class Display:
+    """Shows what the services do: a line per service while it starts, and their output with their names."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._tasks: dict[str, TaskID] = {}
+        self.progress = Progress(
+            SpinnerColumn(finished_text="✓"),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+
+    def on_line(self, name: str, line: str) -> None:
+        """Print a line of a service's output."""
+        self._console.print(Text(f"{name:>12} ", COLOURS[name]).append(line, "none"), soft_wrap=True)
+
+    def on_state(self, name: str, state: str) -> None:
+        """Show the state of a service."""
+        if name not in self._tasks:
+            self._tasks[name] = self.progress.add_task(name, total=1)
+        self.progress.update(self._tasks[name], description=f"{name}: {state}")
+        if state != "starting":
+            self.progress.update(self._tasks[name], completed=1)
+            self._console.print(Text(f"{name:>12} ", COLOURS[name]).append(state, "bold"), soft_wrap=True)
+
+
+@with_settings(TargetSettings, DraftSettings, OrchestratorSettings, without=("target", "draft"))
+def up(
+    flags: dict[str, Any],
+    config: Config = None,
+    pin: Pin = False,
+) -> None:
+    """Start target, draft and orchestrator on this machine. Without a draft model, the text's n-grams draft."""
+    display = Display(Console(stderr=True))
+    stack = Stack(collect(flags, config), pin=pin, on_line=display.on_line, on_state=display.on_state)
+    raise typer.Exit(asyncio.run(run(stack, display)))
+
+
+async def run(stack: Stack, display: Display) -> int:
+    """Run the stack until SIGINT, SIGTERM or the death of a service; returns the exit code."""
+    life = asyncio.create_task(live(stack, display))
+    stopping = False
+
+    def stop() -> None:
+        nonlocal stopping
+        if stopping:
+            stack.supervisor.hurry()
+        else:
+            stopping = life.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        await life
+    except ChildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        return 0
+    return 0
+
+
+async def live(stack: Stack, display: Display) -> None:
+    """Start the stack and wait until a service dies (ChildError) or this is cancelled; stops all services."""
+    with display.progress:
+        async with stack:
+            display.progress.stop()
+            print(f"foredraft serves on {stack.address}; try: foredraft chat --address {stack.address}", flush=True)
+            await stack.supervisor.wait()
