@@ -2,8 +2,9 @@
 
 token = argmax_x( log p(x) + G(seed, sample, position, x) ) is distributed as p (the Gumbel-max trick), and two models
 that use the same noise tend to pick the same token. Noise is computed for the most probable tokens only; all others
-compete as one pooled candidate with their summed probability and noise of its own, and if it wins, one of them is
-picked by inverse CDF. Which tokens are pooled depends on p alone, so the draw is still exactly from p.
+compete as one pooled candidate with their summed probability and noise of its own. Only if it wins is their noise
+computed, to pick one of them in the same way. Which tokens are pooled depends on p alone, so the draw is still exactly
+from p.
 """
 
 import math
@@ -12,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foredraft.sampling.noise import Purpose, gumbel, pool_gumbel, uniform
+from foredraft.sampling.noise import gumbel, pool_gumbel
 from foredraft.sampling.params import SamplingParams
-from foredraft.sampling.selection import largest, leading, pick
+from foredraft.sampling.selection import largest, leading
 
 INDIVIDUAL = 1024
 """How many tokens of a row, at least, have noise of their own."""
@@ -61,9 +62,17 @@ def rank(
     return torch.stack([torch.cat((ids, ids[:1].expand(count - ids.numel()))) for ids in ranked])
 
 
-def draw(warped: Tensor, params: SamplingParams, *, sample_index: int, positions: Sequence[int]) -> list[int]:
+def draw(
+    warped: Tensor,
+    params: SamplingParams,
+    *,
+    sample_index: int,
+    positions: Sequence[int],
+    individual: int = INDIVIDUAL,
+) -> list[int]:
     """The draw of each row of `warped` [R, V]: the first column of `rank`."""
-    draws: list[int] = rank(warped, params, sample_index=sample_index, positions=positions, count=1)[:, 0].tolist()
+    ranked = rank(warped, params, sample_index=sample_index, positions=positions, count=1, individual=individual)
+    draws: list[int] = ranked[:, 0].tolist()
     return draws
 
 
@@ -80,6 +89,7 @@ def _rank_row(
     pooled = (row - peak).exp().index_fill_(0, ids, 0)
     total = float(pooled.sum(dtype=torch.float64))
     if total > 0 and math.log(total) + pool_gumbel(seed, sample_index, position) > float(scores[0]):
-        winner = pick(pooled, uniform(seed, sample_index, position, Purpose.POOL_PICK))
-        return torch.cat((ids.new_tensor([winner]), ranked[: count - 1]))
+        ids = pooled.nonzero().squeeze(-1)
+        winner = ids[(row[ids].double() + gumbel(seed, sample_index, position, ids)).argmax()]
+        return torch.cat((winner.unsqueeze(0), ranked[: count - 1]))
     return ranked

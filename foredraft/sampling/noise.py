@@ -23,10 +23,9 @@ class Purpose(enum.IntEnum):
 
     TOKEN = 0
     POOL = 1
-    POOL_PICK = 2
-    PROPOSE = 3
-    ACCEPT = 4
-    RESIDUAL = 5
+    PROPOSE = 2
+    ACCEPT = 3
+    NEXT = 4
 
 
 def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:

@@ -43,46 +43,53 @@ def verify(
     if len(warped) != len(draft) + 1:
         raise ValueError(f"{len(draft)} draft tokens need {len(draft) + 1} rows of scores, not {len(warped)}")
     if params.method is Method.COUPLED or params.temperature == 0:
-        return verify_coupled(warped, draft, params, sample_index=sample_index, base=base)
-    by_method = verify_rejection if params.method is Method.REJECTION else verify_block
-    return by_method(warped, draft, q or one_hot(draft), params, sample_index=sample_index, base=base)
+        draws = draw(warped, params, sample_index=sample_index, positions=range(base, base + len(warped)))
+        accepted = coupled_rule(draws, draft)
+        return Verification(accepted, draws[accepted])
+    p = warped.double().softmax(-1)
+    if not bool(p.sum().isfinite()):
+        raise ValueError("no token is left to draw: all of a row are masked, or the logits are not numbers")
+    dense = dense_q(q or one_hot(draft), draft, p)
+    rule = rejection_rule if params.method is Method.REJECTION else block_rule
+    coins = [uniform(params.seed, sample_index, base + i, Purpose.ACCEPT, base) for i in range(len(draft))]
+    accepted, weights = rule(p, dense, draft, coins)
+    u = uniform(params.seed, sample_index, base + accepted, Purpose.NEXT, base)
+    return Verification(accepted, pick(weights, u))
 
 
-def verify_coupled(
-    warped: Tensor, draft: Sequence[int], params: SamplingParams, *, sample_index: int, base: int
-) -> Verification:
-    """Accepts the draft tokens that the target draws itself, up to the first it does not (greedy at temperature 0)."""
-    draws = draw(warped, params, sample_index=sample_index, positions=range(base, base + len(warped)))
-    accepted = next((i for i, token in enumerate(draft) if token != draws[i]), len(draft))
-    return Verification(accepted, draws[accepted])
+def coupled_rule(draws: Sequence[int], draft: Sequence[int]) -> int:
+    """How many draft tokens stand: those up to the first that is not what the target draws (arXiv 2408.07978)."""
+    return next((i for i, token in enumerate(draft) if token != draws[i]), len(draft))
 
 
-def verify_rejection(
-    warped: Tensor, draft: Sequence[int], q: SparseQ, params: SamplingParams, *, sample_index: int, base: int
-) -> Verification:
-    """Accepts token by token (Leviathan et al., arXiv 2211.17192)."""
-    p, dense = warped.double().softmax(-1), dense_q(q, draft, warped)
-    accept = rejection_acceptance(p, dense, draft)
-    coins = _coins(params.seed, sample_index, base, len(draft))
+def rejection_rule(p: Tensor, q: Tensor, draft: Sequence[int], coins: Sequence[float]) -> tuple[int, Tensor]:
+    """Token by token, accepted with probability min(1, p/q) (Leviathan et al., arXiv 2211.17192).
+
+    Args:
+        p: [k + 1, V] float64 distributions of the target.
+        q: [k, V] float64 distributions the draft tokens were drawn from.
+        coins: k independent uniform numbers.
+
+    Returns:
+        How many tokens are accepted, and the weights [V], not normalised, that the next token is drawn with.
+    """
+    accept = rejection_acceptance(p, q, draft)
     accepted = next((i for i, coin in enumerate(coins) if coin >= accept[i]), len(draft))
-    weights = residual(p[accepted], dense[accepted]) if accepted < len(draft) else p[accepted]
-    return _emit(accepted, weights, params.seed, sample_index, base)
+    return accepted, residual(p[accepted], q[accepted]) if accepted < len(draft) else p[accepted]
 
 
-def verify_block(
-    warped: Tensor, draft: Sequence[int], q: SparseQ, params: SamplingParams, *, sample_index: int, base: int
-) -> Verification:
-    """Accepts the longest prefix that passes, even if a shorter one does not (Sun et al., arXiv 2403.10444)."""
-    p, dense = warped.double().softmax(-1), dense_q(q, draft, warped)
-    accept, kept = block_acceptance(p, dense, draft)
-    coins = _coins(params.seed, sample_index, base, len(draft))
+def block_rule(p: Tensor, q: Tensor, draft: Sequence[int], coins: Sequence[float]) -> tuple[int, Tensor]:
+    """The longest prefix that passes, even if a shorter one does not (Sun et al., arXiv 2403.10444).
+
+    Arguments and result as those of `rejection_rule`.
+    """
+    accept, kept = block_acceptance(p, q, draft)
     accepted = max((i + 1 for i, coin in enumerate(coins) if coin < accept[i]), default=0)
-    weights = residual(p[accepted], dense[accepted], kept[accepted]) if accepted < len(draft) else p[accepted]
-    return _emit(accepted, weights, params.seed, sample_index, base)
+    return accepted, residual(p[accepted], q[accepted], kept[accepted]) if accepted < len(draft) else p[accepted]
 
 
 def rejection_acceptance(p: Tensor, q: Tensor, draft: Sequence[int]) -> list[float]:
-    """min(1, p[i] / q[i]) at each draft token: the probability to accept it once those before it are."""
+    """min(1, p/q) at each draft token: the probability to accept it once those before it are."""
     return [min(1.0, ratio) for ratio in _ratios(p, q, draft)]
 
 
@@ -103,7 +110,7 @@ def block_acceptance(p: Tensor, q: Tensor, draft: Sequence[int]) -> tuple[list[f
         missing = excess + 1 - w[i]
         # 0 / 0 means p = q here: then p, the fallback of an empty residual, is right.
         h.append(excess / missing if missing > 0 else 1.0)
-    return h + w[len(w) - 1 :] if draft else [], w
+    return h + w[len(h) + 1 :], w
 
 
 def residual(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:
@@ -146,12 +153,3 @@ def _ratios(p: Tensor, q: Tensor, draft: Sequence[int]) -> list[float]:
     k = len(draft)
     ratios: list[float] = (p[:k].gather(1, at) / q.gather(1, at)).squeeze(-1).tolist()
     return ratios
-
-
-def _coins(seed: int, sample_index: int, base: int, count: int) -> list[float]:
-    return [uniform(seed, sample_index, base + i, Purpose.ACCEPT, base) for i in range(count)]
-
-
-def _emit(accepted: int, weights: Tensor, seed: int, sample_index: int, base: int) -> Verification:
-    u = uniform(seed, sample_index, base + accepted, Purpose.RESIDUAL, base)
-    return Verification(accepted, pick(weights, u))

@@ -90,18 +90,20 @@ def _penalties(
         seen[:, tokens[:prompt_length]] = True
         penalised = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
         scores = torch.where(seen, penalised, scores)
-    return scores - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
+    occurrences = counts.to(scores.dtype)
+    return scores - params.presence_penalty * occurrences.clamp(max=1) - params.frequency_penalty * occurrences
 
 
 def _top_p(row: Tensor, top_p: float) -> Tensor:
-    total = row.double().logsumexp(-1)
+    peak = row.amax()
+    bound = top_p * (row - peak).exp().sum(dtype=torch.float64)
     for count in (_NUCLEUS_GUESS, row.numel()):
         values, ids = largest(row, count)
-        cumulative = (values.double() - total).exp().cumsum(-1)
-        if cumulative[-1] >= top_p:
+        cumulative = (values - peak).exp().double().cumsum(-1)
+        if cumulative[-1] >= bound:
             break
-    # A token stays if those before it do not reach top_p yet; the first always stays.
-    kept = 1 + int((cumulative[:-1] < top_p).sum())
+    # A token stays if those before it do not reach the bound yet; the first always stays.
+    kept = 1 + int((cumulative[:-1] < bound).sum())
     return _keep(row, values[:kept], ids[:kept])
 
 

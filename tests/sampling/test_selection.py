@@ -1,0 +1,53 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foredraft.sampling.selection import largest, leading, pick
+
+# Few values, so that ties are everywhere.
+SCORES = st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 2.0]), min_size=1, max_size=100)
+
+
+@given(SCORES, st.integers(1, 40))
+def test_largest_is_a_sort_with_ties_by_lowest_index(scores, count):
+    finite = [i for i, score in enumerate(scores) if score > -math.inf]
+    expected = sorted(finite, key=lambda i: (-scores[i], i))[:count]
+    values, ids = largest(torch.tensor(scores), count)
+    assert ids.tolist() == expected
+    assert values.tolist() == [scores[i] for i in expected]
+
+
+@given(SCORES, st.integers(1, 6))
+def test_leading_is_everything_above_a_bound_that_enough_entries_reach(scores, count):
+    ids = leading(torch.tensor(scores), count).tolist()
+    finite = [i for i, score in enumerate(scores) if score > -math.inf]
+    assert ids == sorted(ids)
+    assert len(ids) >= min(count, len(finite))
+    assert all(scores[i] > scores[j] for i in ids for j in finite if j not in ids)
+
+
+def test_leading_leaves_most_of_a_large_vocabulary_out():
+    assert 1024 <= len(leading(torch.randn(49_152, generator=torch.Generator().manual_seed(0)), 1024)) < 1500
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=8), st.floats(0, 1, exclude_max=True))
+def test_pick_inverts_the_cumulative_sum_and_never_returns_weight_zero(weights, u):
+    if sum(weights) == 0:
+        with pytest.raises(ValueError, match="no token is left"):
+            pick(torch.tensor(weights), u)
+        return
+    index = pick(torch.tensor(weights), u)
+    assert weights[index] > 0
+    assert sum(weights[:index]) <= u * sum(weights) < sum(weights[: index + 1])
+
+
+def test_pick_survives_a_fraction_that_rounds_to_the_whole():
+    assert pick(torch.tensor([0.3, 0.3, 0.0]), 1 - 2**-60) == 1
+
+
+def test_pick_refuses_weights_that_are_not_numbers():
+    with pytest.raises(ValueError, match="not finite"):
+        pick(torch.tensor([0.5, math.nan]), 0.1)
