@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,20 @@ CHUNK = 16
 TIMEOUT_S = 30.0
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns once `condition` holds, of which nothing tells; fails if that does not come."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
 @dataclass(frozen=True)
 class Service:
     """A running service."""
 
     server: Server
     target: Target
+    connection: grpc.aio.Channel
     stub: "target_pb2_grpc.TargetServiceAsyncStub"
 
     @property
@@ -38,11 +46,8 @@ class Service:
         return scheduler.sessions, scheduler.slots_used, self.target.places.taken
 
     async def until_empty(self) -> None:
-        """Returns once nothing is held any more, and fails if that does not come."""
-        async with asyncio.timeout(TIMEOUT_S):
-            # The model thread tells nobody that it has freed a slot.
-            while self.held != (0, 0, 0):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        """Returns once nothing is held any more."""
+        await until(lambda: self.held == (0, 0, 0))
 
     @contextmanager
     def gate(self) -> Iterator[threading.Semaphore]:
@@ -72,17 +77,19 @@ async def running(model: Path, queue_timeout_s: float = TIMEOUT_S, **settings: A
         TargetSettings(model=str(model), dtype="float64", **settings), server, queue_timeout_s=queue_timeout_s
     )
     await server.set_serving()
-    async with channel(server.address) as connection:
-        yield Service(server, target, target_pb2_grpc.TargetServiceStub(connection))
-    await server.stop()
-    await target.stop()
+    try:
+        async with channel(server.address) as connection:
+            yield Service(server, target, connection, target_pb2_grpc.TargetServiceStub(connection))
+    finally:
+        await server.stop()
+        await target.stop()
 
 
 class Client:
     """One session. `text` is prompt and output, kept from the verdicts."""
 
-    def __init__(self, service: Service) -> None:
-        self.call = service.stub.Verify(timeout=TIMEOUT_S)
+    def __init__(self, stub: "target_pb2_grpc.TargetServiceAsyncStub") -> None:
+        self.call = stub.Verify(timeout=TIMEOUT_S)
         self.text: list[int] = []
         self.prompt_length = 0
         self.logprobs: list[common_pb2.TokenLogprobs] = []
@@ -142,8 +149,12 @@ class Client:
     async def error(self) -> tuple[grpc.StatusCode, str, ErrorDetails]:
         """What the stream ends with, instead of a verdict."""
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            [response async for response in self.call]
+            await self._drain()
         return raised.value.code(), raised.value.details() or "", error_details(raised.value)
+
+    async def _drain(self) -> None:
+        while await self.call.read() is not grpc.aio.EOF:
+            pass
 
 
 def open_message(
@@ -175,7 +186,7 @@ def round_message(
 
 async def generate(service: Service, token_ids: Sequence[int], **fields: Any) -> Client:
     """The whole sample by plain rounds; the session is closed."""
-    client = Client(service)
+    client = Client(service.stub)
     await client.open(token_ids, **fields)
     while not client.finish_reason:
         await client.round()

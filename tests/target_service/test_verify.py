@@ -62,7 +62,7 @@ async def test_the_text_does_not_depend_on_the_draft(
     service: Service, draft: Callable[[Sequence[int]], list[int]], sampling: dict[str, float]
 ) -> None:
     plain = await generate(service, PROMPT, **sampling)
-    client = Client(service)
+    client = Client(service.stub)
     verdicts = [await client.open(PROMPT, **sampling)]
     while not client.finish_reason:
         verdicts.append(await client.round(draft(plain.text[len(client.text) :])))
@@ -101,7 +101,7 @@ async def test_an_eos_inside_an_accepted_block_ends_the_text_there(service: Serv
     sampling = {"logit_bias": {EOS: 1000.0}, "min_new_tokens": 4}
     plain = await generate(service, PROMPT, logprobs=0, **sampling)
     assert plain.output[4:] == [EOS]
-    client = Client(service)
+    client = Client(service.stub)
     await client.open(PROMPT, logprobs=0, **sampling)
     verdict = await client.round([*plain.output[1:], EOS, 20, 21])
     assert (verdict.accepted, verdict.HasField("next_token"), len(verdict.logprobs)) == (4, False, 4)
@@ -112,7 +112,7 @@ async def test_an_eos_inside_an_accepted_block_ends_the_text_there(service: Serv
 
 async def test_a_drafted_eos_that_the_target_rejects_ends_nothing(service: Service) -> None:
     plain = await generate(service, PROMPT, ignore_eos=True)
-    client = Client(service)
+    client = Client(service.stub)
     await client.open(PROMPT)
     verdict = await client.round([plain.output[1], EOS, 20])
     assert (verdict.accepted, verdict.next_token, verdict.finish_reason) == (1, plain.output[2], 0)
@@ -143,7 +143,7 @@ async def test_a_stop_token_inside_an_accepted_block_is_the_last_token(service: 
     plain = await generate(service, PROMPT, ignore_eos=True)
     stop = next(token for index, token in enumerate(plain.output) if index >= 2 and token not in plain.output[:index])
     index = plain.output.index(stop)
-    client = Client(service)
+    client = Client(service.stub)
     await client.open(PROMPT, ignore_eos=True, stop_token_ids=[stop])
     verdict = await client.round(plain.output[1:])
     assert (verdict.accepted, verdict.HasField("next_token")) == (index, False)
@@ -155,7 +155,7 @@ async def test_a_stop_token_inside_an_accepted_block_is_the_last_token(service: 
 @pytest.mark.parametrize("length", [1, 2, 5])
 async def test_draft_tokens_beyond_max_new_tokens_are_ignored(service: Service, length: int) -> None:
     plain = await generate(service, PROMPT, ignore_eos=True)
-    client = Client(service)
+    client = Client(service.stub)
     await client.open(PROMPT, ignore_eos=True, max_new_tokens=length)
     if length > 1:
         verdict = await client.round(plain.output[1:20])
@@ -170,7 +170,7 @@ async def test_a_text_that_fills_the_context_ends_even_inside_a_block(service: S
     sampling = {"max_new_tokens": 100, "ignore_eos": True}
     plain = await generate(service, prompt, **sampling)
     assert (len(plain.text), plain.finish_reason) == (CONTEXT, common_pb2.FINISH_REASON_CONTEXT_LENGTH)
-    client = Client(service)
+    client = Client(service.stub)
     await client.open(prompt, **sampling)
     await client.round([*plain.output[1:], 20, 21, 22])
     assert (client.text, client.finish_reason) == (plain.text, plain.finish_reason)
@@ -180,7 +180,7 @@ async def test_a_text_that_fills_the_context_ends_even_inside_a_block(service: S
 async def test_logprobs_are_those_of_the_raw_model_and_the_same_for_every_draft(service: Service) -> None:
     sampling = {"temperature": 0.7, "top_k": 5, "frequency_penalty": 0.5, "ignore_eos": True}
     plain = await generate(service, PROMPT, logprobs=3, **sampling)
-    client = Client(service)
+    client = Client(service.stub)
     await client.open(PROMPT, logprobs=3, **sampling)
     while not client.finish_reason:
         await client.round(right_then_wrong(plain.text[len(client.text) :]))
@@ -210,7 +210,7 @@ async def test_tokens_beyond_the_vocabulary_are_never_emitted(service: Service) 
 
 
 async def test_timing_tells_what_shared_the_forward(service: Service) -> None:
-    client = Client(service)
+    client = Client(service.stub)
     prompt = list(range(100, 100 + 3 * CHUNK + 5))
     opening = await client.open(prompt)
     assert (opening.timing.batch_rows, opening.timing.batch_tokens) == (1, 5)
@@ -239,7 +239,7 @@ async def test_drawn_drafts_leave_the_distribution_as_it_is(service: Service, me
     sampling = {"temperature": 2, "logit_bias": dict.fromkeys(CHOICES, 1000.0), "method": method}
 
     async def sample(seed: int, draft: list[int]) -> list[int]:
-        client = Client(service)
+        client = Client(service.stub)
         await client.open(PROMPT, seed=seed, **sampling)
         await client.round(draft, UNIFORM)
         await client.close()
@@ -262,7 +262,7 @@ async def test_drawn_drafts_leave_the_distribution_as_it_is(service: Service, me
 async def test_rounds_are_answered_in_order_with_growing_counters(service: Service) -> None:
     counters = service.target.scheduler.counters
     seen = []
-    client = Client(service)
+    client = Client(service.stub)
     await client.open(PROMPT, ignore_eos=True)
     for _ in range(3):
         seen.append((counters.forwards, counters.verdicts, counters.rows, counters.tokens))
