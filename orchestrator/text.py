@@ -44,7 +44,7 @@ def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int], *, keep_special_t
 class StopMatcher:
     """Cuts a text at the first character that completes a stop string.
 
-    If it completes several, the longest of them counts. The result does not depend on how the text is split into pushes.
+    If it completes several, the longest of them counts. How the text is split into pushes makes no difference.
     """
 
     def __init__(self, stop_strings: Sequence[str], *, include_stop_string: bool = False) -> None:

@@ -1,0 +1,39 @@
+"""The orchestrator as a server."""
+
+import asyncio
+
+import grpc
+
+from foredraft.config import OrchestratorSettings
+from foredraft.serving.server import Server, StartError
+from foredraft.v1 import generation_pb2, generation_pb2_grpc
+from orchestrator.backends import Backends, PairError
+from orchestrator.decode import Decoder
+from orchestrator.service import GenerationServicer
+from orchestrator.tokenizer import Tokenizer, TokenizerError
+
+SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+
+async def main(settings: OrchestratorSettings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. Not ready until the target has answered.
+
+    Raises StartError if the address cannot be had, the draft does not fit or the tokenizer cannot be used.
+    """
+    server = Server(settings.listen, [SERVICE], grace_s=settings.grace_s, max_message_bytes=settings.max_message_bytes)
+    await server.start()
+    backends = Backends(settings)
+    try:
+        await backends.connect()
+        tokenizer = await asyncio.to_thread(Tokenizer, await backends.fetch_tokenizer())
+        servicer = GenerationServicer(tokenizer, Decoder(backends, settings), backends, settings)
+        server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
+        await server.set_serving()
+        return await server.wait()
+    except (PairError, TokenizerError) as error:
+        raise StartError(str(error)) from error
+    except grpc.aio.AioRpcError as error:
+        raise StartError(f"the target at {settings.target} did not give its tokenizer: {error.details()}") from error
+    finally:
+        await server.stop()
+        await backends.close()
