@@ -54,12 +54,14 @@ class Plan:
     """What the attention function needs to know about a forward. Masks are built once and shared by the layers.
 
     `positions` [T] int64 are the tokens' positions, `columns` [max length] int64 counts 0, 1, 2, ...
+    `windows` collects the sliding window of each layer as the layers come by.
     """
 
     segments: Sequence[Segment]
     positions: Tensor
     columns: Tensor
     tree_size: int
+    windows: list[int | None] = field(default_factory=list)
     masks: dict[tuple[int | None, int], list[Tensor]] = field(default_factory=dict)
 
     def segment_masks(self, window: int | None, groups: int, dtype: torch.dtype) -> list[Tensor]:
@@ -117,6 +119,7 @@ def slot_attention(
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedAttentionError(f"{type(module).__name__} uses {name} in its attention")
+    plan.windows.append(sliding_window)
     _, heads, tokens, _ = query.shape
     key_heads = key.shape[1]
     groups = heads // key_heads

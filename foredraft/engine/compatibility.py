@@ -2,6 +2,7 @@
 
 import inspect
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -10,6 +11,14 @@ from foredraft.engine.errors import ModelError
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their frequencies depend on the length of the text, so a cached key would change its meaning as the text grows.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """How many token ids the model can read."""
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        raise ModelError(f"{type(model).__name__} has no plain token embedding, so it cannot be served")
+    return embedding.num_embeddings
 
 
 def check_config(config: PreTrainedConfig) -> None:

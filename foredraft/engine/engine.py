@@ -3,60 +3,24 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import count
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
-from foredraft.engine.attention import IMPLEMENTATION, MIN_ROWS, Plan, Segment, round_length
-from foredraft.engine.errors import NoFreeSlot
+from foredraft.engine.attention import IMPLEMENTATION, round_length
+from foredraft.engine.batch import Batch, Inputs, Node, Row, Slot
+from foredraft.engine.compatibility import embedding_rows
+from foredraft.engine.errors import ModelError, NoFreeSlot
 from foredraft.engine.memory import check_memory
+from foredraft.engine.selftest import check_logits, measure_batch_invariance
 from foredraft.engine.slots import SlotCache
+
+__all__ = ["Engine", "Node", "Row", "Slot"]
 
 # A prefix shorter than this is computed again rather than preferred to the least recently used slot, or copied.
 WORTHWHILE_PREFIX = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A tree node: sees the slot's first `prefix` tokens, its ancestors and itself; its position is prefix + depth.
-
-    `parent` is an index among the slot's tree nodes, -1 for a root; a child has its parent's prefix.
-    """
-
-    prefix: int
-    parent: int = -1
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """One session's cache. Read-only for callers.
-
-    `tokens` are those whose keys and values are valid, in order; `tree_tokens`, `nodes` and `paths` (each node's
-    ancestors, root first, and itself) describe the tree.
-    """
-
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    tree_tokens: list[int] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    paths: list[list[int]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Row:
-    """New tokens of one slot in a forward.
-
-    `want` are indexes into `token_ids` whose logits are returned. Without `nodes` the tokens extend the slot's text;
-    with them, one for each token, they become tree nodes, numbered on from the slot's last one.
-    """
-
-    slot: Slot
-    token_ids: Sequence[int]
-    want: Sequence[int] = ()
-    nodes: Sequence[Node] | None = None
 
 
 class Engine:
@@ -68,7 +32,7 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, *, max_model_len: int, max_sessions: int, tree_size: int = 0) -> None:
         for name, value, least in (
-            ("max_model_len", max_model_len, 1),
+            ("max_model_len", max_model_len, 8),
             ("max_sessions", max_sessions, 1),
             ("tree_size", tree_size, 0),
         ):
@@ -77,21 +41,29 @@ class Engine:
         self.model = model
         self.max_model_len, self.max_sessions, self.tree_size = max_model_len, max_sessions, tree_size
         self.device = model.device
-        self.vocabulary_rows: int = model.get_input_embeddings().weight.shape[0]
-        self.forwards = 0
-        self.computed_tokens = 0
+        self.vocabulary_rows = embedding_rows(model)
         self._logits_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self._clock = count()
-        self._open: dict[int, Slot] = {}
-        self._free = {index: Slot(index) for index in range(max_sessions)}
-        self._last_used = [0] * max_sessions
-        model.eval()
+        model.train(False)
         model.set_attn_implementation(IMPLEMENTATION)
         self._stride = tree_size + round_length(max_model_len)
         self._columns = torch.arange(round_length(max_model_len), device=self.device)
         self._cache = self._allocate()
+        self._forget()
+        check_logits(self)
+        self._forget()
+        self.batch_invariant = measure_batch_invariance(self)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Makes all slots free and empty."""
+        self._open: dict[int, Slot] = {}
+        self._free = {index: Slot(index) for index in range(self.max_sessions)}
+        self._closed = 0
+        self._closed_at = [0] * self.max_sessions
+        self.forwards = 0
+        self.computed_tokens = 0
 
     @property
     def slots_used(self) -> int:
@@ -113,7 +85,7 @@ class Engine:
             raise NoFreeSlot(f"all {self.max_sessions} sessions are in use; try again when one has ended")
         text = list(token_ids[:-1])
         shared = {slot.index: _common_prefix(slot.tokens, text) for slot in self._slots()}
-        oldest = min(self._free, key=lambda index: self._last_used[index])
+        oldest = min(self._free, key=lambda index: self._closed_at[index])
         best = max(self._free, key=lambda index: shared[index])
         if shared[best] < WORTHWHILE_PREFIX:
             best = oldest
@@ -133,19 +105,20 @@ class Engine:
         self._check_open(slot)
         del self._open[slot.index]
         self._free[slot.index] = Slot(slot.index, tokens=slot.tokens)
-        self._last_used[slot.index] = next(self._clock) + 1
+        self._closed += 1
+        self._closed_at[slot.index] = self._closed
 
     def rollback(self, slot: Slot, length: int) -> None:
         """Cuts the text to its first `length` tokens and drops the tree."""
         self._check_open(slot)
         if not 0 <= length <= len(slot.tokens):
             raise ValueError(f"cannot roll back to {length} tokens; the slot holds {len(slot.tokens)}")
-        _truncate(slot, length, 0)
+        slot.truncate(length, 0)
 
     def drop_tree(self, slot: Slot) -> None:
         """Drops all tree nodes."""
         self._check_open(slot)
-        _truncate(slot, len(slot.tokens), 0)
+        slot.truncate(len(slot.tokens), 0)
 
     @torch.inference_mode()
     def adopt(self, slot: Slot, nodes: Sequence[int]) -> None:
@@ -160,7 +133,7 @@ class Engine:
         tokens = [slot.tree_tokens[node] for node in nodes]
         sources = torch.tensor(nodes, device=self.device) + slot.index * self._stride
         self._cache.gather_rows(sources, self._text_row(slot.index) + prefix)
-        _truncate(slot, prefix, 0)
+        slot.truncate(prefix, 0)
         slot.tokens += tokens
 
     @torch.inference_mode()
@@ -173,40 +146,45 @@ class Engine:
         if not rows:
             raise ValueError("rows is empty; a forward needs at least one")
         with self._restored_on_error(rows):
-            batch = _Batch(self.tree_size, self._stride)
+            batch = Batch(self.tree_size, self._stride)
             for row in rows:
                 self._check_row(row)
                 batch.add(row)
-            logits = self._run(batch)
+            logits = self._run(batch.inputs(self._columns, self._cache.scrap_row), self._cache)
         self.forwards += 1
-        self.computed_tokens += batch.token_count
-        return list(logits.split([len(row.want) for row in rows]))
+        self.computed_tokens += len(batch.token_ids)
+        counts = [len(row.want) for row in rows]
+        return list(logits[: sum(counts)].split_with_sizes(counts))
 
-    def _run(self, batch: "_Batch", cache: SlotCache | None = None) -> Tensor:
-        cache = cache or self._cache
-        batch.pad(cache.scrap_row)
-        inputs = torch.tensor([batch.token_ids, batch.positions, batch.destinations], device=self.device)
-        keep = torch.tensor(batch.keep, dtype=torch.int64, device=self.device)
-        cache.destinations = inputs[2]
+    def _run(self, inputs: Inputs, cache: SlotCache) -> Tensor:
+        cache.destinations = inputs.destinations
         output = self.model(
-            input_ids=inputs[None, 0],
-            position_ids=inputs[None, 1],
+            input_ids=inputs.token_ids[None],
+            position_ids=inputs.positions[None],
             use_cache=True,
-            logits_to_keep=keep,
-            plan=Plan(batch.segments, inputs[1], self._columns, self.tree_size),
+            logits_to_keep=inputs.keep,
+            plan=inputs.plan,
             **{self._cache_argument: cache},
         )
-        logits: Tensor = output.logits[0, : batch.wanted]
+        logits: Tensor = output.logits[0]
         return logits.to(self._logits_dtype)
 
     @torch.inference_mode()
     def _allocate(self) -> SlotCache:
-        """Learns the shapes from a forward on a single small slot, checks the arithmetic, and takes the memory."""
-        layer_count = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        trial = SlotCache(layer_count, 1, self._stride)
-        batch = _Batch(self.tree_size, self._stride)
+        """Learns the shapes from a forward on a single slot, checks the arithmetic, and takes the memory."""
+        layer_types, layer_options = get_layer_types_and_kwargs(self.model.config.get_text_config(decoder=True))
+        trial = SlotCache(len(layer_types), 1, self._stride)
+        batch = Batch(self.tree_size, self._stride)
         batch.add(Row(Slot(0), [0], want=[0]))
-        self._run(batch, trial)
+        inputs = batch.inputs(self._columns, trial.scrap_row)
+        name = type(self.model).__name__
+        try:
+            self._run(inputs, trial)
+        except Exception as error:  # whatever a model that was not made for this may raise
+            raise ModelError(f"{name} does not run on slots: {error}") from error
+        windows = [options.get("sliding_window") for options in layer_options]
+        if inputs.plan.windows != windows:
+            raise ModelError(f"{name} does not tell its attention about its sliding windows, so it cannot be served")
         check_memory(
             max_sessions=self.max_sessions,
             max_model_len=self.max_model_len,
@@ -214,8 +192,8 @@ class Engine:
             bytes_per_row=trial.bytes_per_row,
             device=self.device,
         )
-        cache = SlotCache(layer_count, self.max_sessions, self._stride)
-        for layer, shape in zip(cache.layers, trial.layers, strict=True):
+        cache = SlotCache(len(layer_types), self.max_sessions, self._stride)
+        for layer, shape in zip(cache.slot_layers, trial.slot_layers, strict=True):
             layer.lazy_initialization(shape.slot_keys, shape.slot_values)
         return cache
 
@@ -275,73 +253,8 @@ class Engine:
             yield
         except BaseException:
             for slot, tokens, nodes in marks.values():
-                _truncate(slot, tokens, nodes)
+                slot.truncate(tokens, nodes)
             raise
-
-
-class _Batch:
-    """The rows of a forward laid out as one: what goes into the model, token by token, and a segment for each row."""
-
-    def __init__(self, tree_size: int, stride: int) -> None:
-        self.tree_size, self.stride = tree_size, stride
-        self.token_ids: list[int] = []
-        self.positions: list[int] = []
-        self.destinations: list[int] = []
-        self.keep: list[int] = []
-        self.segments: list[Segment] = []
-        self.token_count = 0
-        self.wanted = 0
-
-    def add(self, row: Row) -> None:
-        """Adds a checked row, and its tokens to the slot."""
-        start, count = len(self.token_ids), len(row.token_ids)
-        self.token_ids += row.token_ids
-        self.keep += [start + index for index in row.want]
-        self.token_count += count
-        self.wanted += len(row.want)
-        if row.nodes is None:
-            self._add_text(row.slot, start, row.token_ids)
-        else:
-            self._add_nodes(row.slot, start, row.token_ids, row.nodes)
-
-    def _add_text(self, slot: Slot, start: int, token_ids: Sequence[int]) -> None:
-        base, count = len(slot.tokens), len(token_ids)
-        slot_row = slot.index * self.stride
-        self.positions += range(base, base + count)
-        self.destinations += range(slot_row + self.tree_size + base, slot_row + self.tree_size + base + count)
-        slot.tokens += token_ids
-        length = round_length(base + count)
-        self.segments.append(Segment(start, start + count, slot.index, self.tree_size, length))
-
-    def _add_nodes(self, slot: Slot, start: int, token_ids: Sequence[int], nodes: Sequence[Node]) -> None:
-        base, count = len(slot.nodes), len(token_ids)
-        for i, node in enumerate(nodes, start=base):
-            slot.paths.append([*slot.paths[node.parent], i] if node.parent >= 0 else [i])
-        slot.nodes += nodes
-        slot.tree_tokens += token_ids
-        positions = [node.prefix + len(path) - 1 for node, path in zip(slot.nodes, slot.paths, strict=True)]
-        self.positions += positions[base:]
-        self.destinations += range(slot.index * self.stride + base, slot.index * self.stride + base + count)
-        prefixes = [node.prefix for node in nodes]
-        length = self.tree_size + round_length(max(prefixes))
-        self.segments.append(
-            Segment(start, start + count, slot.index, 0, length, prefixes, slot.paths[base:], positions)
-        )
-
-    def pad(self, scrap_row: int) -> None:
-        """Fills up to MIN_ROWS tokens and, if any are wanted, MIN_ROWS rows of logits."""
-        missing = max(0, MIN_ROWS - len(self.token_ids))
-        self.token_ids += [0] * missing
-        self.positions += [0] * missing
-        self.destinations += [scrap_row] * missing
-        if self.keep:
-            self.keep += [self.keep[-1]] * max(0, MIN_ROWS - len(self.keep))
-
-
-def _truncate(slot: Slot, tokens: int, nodes: int) -> None:
-    del slot.tokens[tokens:]
-    for items in (slot.nodes, slot.tree_tokens, slot.paths):
-        del items[nodes:]
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """Loading a causal language model and its tokenizer from a Transformers directory, a hub id or a GGUF file."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from foredraft.engine.compatibility import check_config, check_model
+from foredraft.engine.compatibility import check_config, check_model, embedding_rows
 from foredraft.engine.errors import ModelError
 from foredraft.engine.identity import vocabulary_hash, weight_files, weights_hash
 
@@ -38,9 +38,9 @@ TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 class LoadedModel:
     """A model ready to compute, and what identifies it.
 
-    `weights_hash` covers configuration and weights, `vocabulary_hash` the `vocabulary`: token strings in order of id, ""
-    where there is none. Token ids the tokenizer knows lie below `vocabulary_size`; the embedding may have more rows.
-    `context_length` is in tokens. `tokenizer` is None for a model that comes without.
+    `weights_hash` covers configuration and weights, `vocabulary_hash` the `vocabulary`: token strings in order of id,
+    "" where there is none. Token ids lie below `vocabulary_size`; the embedding may have more rows. `dtype` and
+    `device` are named as in the protos. `context_length` is in tokens. A model may come without a `tokenizer`.
     """
 
     model: PreTrainedModel
@@ -61,7 +61,7 @@ class LoadedModel:
         return len(self.vocabulary)
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer's files by name, chat template included, as Transformers saves them; none without a tokenizer."""
+        """The tokenizer's files by name, chat template included, as Transformers saves them; maybe none."""
         if self.tokenizer is None:
             return {}
         with tempfile.TemporaryDirectory() as directory:
@@ -75,8 +75,8 @@ def load(
     """Loads the model called `name`: a directory, a hub id or a .gguf file, which is dequantised.
 
     `dtype` "auto" is bfloat16 on processors that compute it natively, else float32; on CUDA the checkpoint's own.
-    `layers` keeps only the first layers, which makes a cheap draft. `progress` shows progress bars. Code that comes with
-    a model never runs, and of weight files only safetensors and GGUF are read. Raises ModelError.
+    `layers` keeps only the first layers, which makes a cheap draft. `progress` shows progress bars. Code that comes
+    with a model never runs, and of weight files only safetensors and GGUF are read. Raises ModelError.
     """
     place = _device(device)
     path, source = _resolve(name, progress)
@@ -88,9 +88,10 @@ def load(
         tokenizer = _load_tokenizer(name, path, source)
     check_model(weights)
     text_config = config.get_text_config(decoder=True)
-    vocabulary = _vocabulary(tokenizer, weights.get_input_embeddings().weight.shape[0])
+    vocabulary = _vocabulary(tokenizer, embedding_rows(weights))
+    torch.nn.Module.to(weights, place)
     return LoadedModel(
-        model=weights.to(place).eval(),
+        model=weights,
         tokenizer=tokenizer,
         name=name,
         weights_hash=weights_hash(path, text_config.num_hidden_layers if layers else None),
@@ -124,11 +125,11 @@ def _dtype(dtype: str, device: torch.device, config: PreTrainedConfig, path: Pat
     if device.type == "cpu":
         return torch.bfloat16 if _computes_bfloat16() else torch.float32
     # Quantised files have no dtype of their own.
-    return torch.bfloat16 if path.is_file() else (config.dtype or torch.float32)
+    return config.dtype if path.is_dir() and isinstance(config.dtype, torch.dtype) else torch.bfloat16
 
 
 def _computes_bfloat16() -> bool:
-    capabilities: dict[str, Any] = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    capabilities: Mapping[str, Any] = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
@@ -173,7 +174,7 @@ def _keep_layers(config: PreTrainedConfig, layers: int | None) -> None:
 
 def _load_weights(name: str, source: dict[str, Any], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             **source,
             config=config,
             dtype=dtype,
@@ -183,11 +184,11 @@ def _load_weights(name: str, source: dict[str, Any], config: PreTrainedConfig, d
         )
     except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
         raise ModelError(f"the weights of {name} cannot be loaded: {error}") from error
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
+    model: PreTrainedModel = loaded[0]
+    missing: list[str] = sorted(loaded[1]["missing_keys"])
+    if missing:
         raise ModelError(f"the weights of {name} lack {len(missing)} tensors, for example {missing[0]}")
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def _load_tokenizer(name: str, path: Path, source: dict[str, Any]) -> PreTrainedTokenizerBase | None:
@@ -200,12 +201,12 @@ def _load_tokenizer(name: str, path: Path, source: dict[str, Any]) -> PreTrained
     return tokenizer
 
 
-def _vocabulary(tokenizer: PreTrainedTokenizerBase | None, embedding_rows: int) -> tuple[str, ...]:
+def _vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> tuple[str, ...]:
     if tokenizer is None:
-        return ("",) * embedding_rows
+        return ("",) * rows
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     # A tokenizer may know tokens that the model has no embedding for; the model cannot read them.
-    return tuple(by_id.get(index, "") for index in range(min(max(by_id) + 1, embedding_rows)))
+    return tuple(by_id.get(index, "") for index in range(min(max(by_id) + 1, rows)))
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
@@ -219,13 +220,14 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 @contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
     """Silences Transformers' loading report, and its progress bars unless asked for."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
+    logging: Any = transformers_logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
     if not progress:
-        transformers_logging.disable_progress_bar()
+        logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        logging.set_verbosity(verbosity)
         if bars:
-            transformers_logging.enable_progress_bar()
+            logging.enable_progress_bar()

@@ -5,6 +5,7 @@ view of the text alone and a view of tree and text are both contiguous, and text
 more row after the last slot takes what padding tokens write.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The slots of one layer: keys [rows, heads, key size] and values [rows, heads, value size]."""
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, cache: "SlotCache") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -54,29 +57,32 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
     get_max_cache_shape = get_max_length  # its name before Transformers 5.20
 
 
-class SlotCache(Cache):  # type: ignore[misc, unused-ignore]
+class SlotCache(Cache):
     """The cache handed to the model. `destinations` [tokens] int64 says which row each token of a forward goes to."""
 
     def __init__(self, layer_count: int, slot_count: int, stride: int) -> None:
         self.slot_count, self.stride = slot_count, stride
         self.scrap_row = slot_count * stride
         self.destinations = torch.empty(0, dtype=torch.int64)
-        super().__init__(layers=[SlotLayer(self) for _ in range(layer_count)])
+        self.slot_layers = [SlotLayer(self) for _ in range(layer_count)]
+        super().__init__(layers=[*self.slot_layers])
 
     @property
     def bytes_per_row(self) -> int:
         """What one token takes in all layers, in bytes, once a forward has shown the shapes."""
-        buffers = [buffer for layer in self.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
-        return sum(buffer[0].numel() * buffer.element_size() for buffer in buffers)
+        return sum(buffer[0].numel() * buffer.element_size() for buffer in self._buffers())
 
     def copy_rows(self, source: int, target: int, count: int) -> None:
         """Copies `count` rows from row `source` on to row `target` on; the two ranges must not overlap."""
-        for layer in self.layers:
-            for buffer in (layer.keys, layer.values):
-                buffer[target : target + count].copy_(buffer[source : source + count])
+        for buffer in self._buffers():
+            buffer[target : target + count].copy_(buffer[source : source + count])
 
     def gather_rows(self, sources: Tensor, target: int) -> None:
         """Copies the rows `sources` [count] int64 to row `target` on."""
-        for layer in self.layers:
-            for buffer in (layer.keys, layer.values):
-                buffer[target : target + len(sources)].copy_(buffer[sources])
+        for buffer in self._buffers():
+            buffer[target : target + len(sources)].copy_(buffer[sources])
+
+    def _buffers(self) -> Iterator[Tensor]:
+        for layer in self.slot_layers:
+            yield layer.keys
+            yield layer.values
