@@ -24,16 +24,23 @@ async def main(settings: OrchestratorSettings) -> int:
     await server.start()
     backends = Backends(settings)
     try:
-        await backends.connect()
-        tokenizer = await asyncio.to_thread(Tokenizer, await backends.fetch_tokenizer())
-        servicer = GenerationServicer(tokenizer, Decoder(backends, settings), backends, settings)
+        servicer = await _connect(backends, settings)
         server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
         await server.set_serving()
         return await server.wait()
+    except BaseException:
+        await server.stop()
+        raise
+    finally:
+        await backends.close()
+
+
+async def _connect(backends: Backends, settings: OrchestratorSettings) -> GenerationServicer:
+    try:
+        await backends.connect()
+        tokenizer = await asyncio.to_thread(Tokenizer, await backends.fetch_tokenizer())
     except (PairError, TokenizerError) as error:
         raise StartError(str(error)) from error
     except grpc.aio.AioRpcError as error:
         raise StartError(f"the target at {settings.target} did not give its tokenizer: {error.details()}") from error
-    finally:
-        await server.stop()
-        await backends.close()
+    return GenerationServicer(tokenizer, Decoder(backends, settings), backends, settings)

@@ -1,6 +1,7 @@
 """What the public API promises, over a real socket."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
@@ -311,11 +312,12 @@ async def test_a_deadline_ends_every_sample_and_is_passed_on(edge: Edge, stub: S
 
 async def test_a_slow_reader_is_waited_for(edge: Edge, stub: Stub) -> None:
     emitted, total = 0, 2000
+    large = common_pb2.TokenLogprobs(top=[common_pb2.Logprob(token_id=300, logprob=-1)] * 10_000)
 
     async def script(request: DecodeRequest) -> AsyncGenerator[Emission, None]:
         nonlocal emitted
         for emitted in range(total):  # noqa: B007
-            yield emission([300] * 10_000)
+            yield dataclasses.replace(emission([300]), logprobs=[large])
 
     edge.decoder.script = script
     call = stub.GenerateStream(Request(text="Once"))
