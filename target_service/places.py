@@ -5,10 +5,14 @@ import asyncio
 from foredraft.serving.errors import exhausted
 
 RETRY_AFTER_S = 1.0
+WAITING_PER_PLACE = 4
 
 
 class Places:
-    """Gives out `count` places in order of arrival. As many callers again may wait, each for `timeout_s` seconds."""
+    """Gives out `count` places in order of arrival.
+
+    `WAITING_PER_PLACE` times as many callers may wait for one, each for `timeout_s` seconds.
+    """
 
     def __init__(self, count: int, timeout_s: float) -> None:
         self.count = count
@@ -19,7 +23,7 @@ class Places:
 
     async def acquire(self) -> None:
         """Takes a place; raises RequestError (RESOURCE_EXHAUSTED) if none came free in time or too many wait."""
-        if self._free.locked() and self.waiting >= self.count:
+        if self._free.locked() and self.waiting >= WAITING_PER_PLACE * self.count:
             message = f"all {self.count} sessions are taken and {self.waiting} clients wait for one; try again later"
             raise exhausted(message, RETRY_AFTER_S)
         self.waiting += 1

@@ -47,7 +47,11 @@ async def main(settings: TargetSettings) -> int:
         settings.listen, [SERVICE_NAME], grace_s=settings.grace_s, max_message_bytes=settings.max_message_bytes
     )
     await server.start()
-    target = await start_target(settings, server)
+    try:
+        target = await start_target(settings, server)
+    except StartError:
+        await server.stop()
+        raise
     await server.set_serving()
     exit_code = await server.wait()
     await target.stop()
@@ -68,6 +72,7 @@ async def start_target(settings: TargetSettings, server: Server, *, queue_timeou
     except ModelError as error:
         raise StartError(str(error)) from error
     identity = _identity(model, engine)
+    _log(identity, model, threads)
     loop = asyncio.get_running_loop()
 
     def fail(error: Exception) -> None:
@@ -121,4 +126,24 @@ def _identity(model: LoadedModel, engine: Engine) -> common_pb2.Model:
         parameter_count=model.parameter_count,
         batch_invariant=engine.batch_invariant,
         max_sessions=engine.max_sessions,
+    )
+
+
+def _log(identity: common_pb2.Model, model: LoadedModel, threads: int) -> None:
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.model.parameters())
+    logger.info(
+        "loaded %s: %.1f million parameters, %.2f GiB in %s on %s with %d threads, weights hash %s",
+        identity.name,
+        identity.parameter_count / 1e6,
+        weights / 2**30,
+        identity.dtype,
+        identity.device,
+        threads,
+        identity.weights_hash[:12],
+    )
+    logger.info(
+        "%d sessions of %d tokens; results %s on what else is computed with them",
+        identity.max_sessions,
+        identity.context_length,
+        "do not depend" if identity.batch_invariant else "may depend in their last bits",
     )

@@ -2,9 +2,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import tiny
 from tests.target_service.kit import Service, running
+
+# The models are too small for more.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -73,16 +73,18 @@ async def running(model: Path, queue_timeout_s: float = TIMEOUT_S, **settings: A
     settings = {"max_model_len": CONTEXT, "max_sessions": 8, "prefill_chunk": CHUNK, "threads": 1} | settings
     server = Server("127.0.0.1:0", [SERVICE_NAME], grace_s=TIMEOUT_S)
     await server.start()
-    target = await start_target(
-        TargetSettings(model=str(model), dtype="float64", **settings), server, queue_timeout_s=queue_timeout_s
-    )
-    await server.set_serving()
     try:
-        async with channel(server.address) as connection:
-            yield Service(server, target, connection, target_pb2_grpc.TargetServiceStub(connection))
+        target = await start_target(
+            TargetSettings(model=str(model), dtype="float64", **settings), server, queue_timeout_s=queue_timeout_s
+        )
+        try:
+            await server.set_serving()
+            async with channel(server.address) as connection:
+                yield Service(server, target, connection, target_pb2_grpc.TargetServiceStub(connection))
+        finally:
+            await target.stop()
     finally:
         await server.stop()
-        await target.stop()
 
 
 class Client:

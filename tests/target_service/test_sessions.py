@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 
 from foredraft.v1 import common_pb2, target_pb2
 from target_service import service as service_module
+from target_service.places import WAITING_PER_PLACE
 from tests import tiny
 from tests.target_service.kit import (
     CHUNK,
@@ -252,12 +254,10 @@ async def test_a_session_too_many_waits_and_then_goes_away(model: Path) -> None:
 
 
 async def test_waiting_sessions_are_served_in_order_and_their_number_is_bounded(model: Path) -> None:
-    async with running(model, max_sessions=2) as service:
+    async with running(model, max_sessions=1) as service:
         places = service.target.places
-        holders = [Client(service.stub) for _ in range(2)]
-        for client in holders:
-            await client.open(PROMPT)
-        waiting = [Client(service.stub) for _ in range(2)]
+        holder, *waiting = (Client(service.stub) for _ in range(1 + WAITING_PER_PLACE))
+        await holder.open(PROMPT)
         for count, client in enumerate(waiting, start=1):
             await client.send(open_message(PROMPT))
             await until(lambda count=count: places.waiting == count)
@@ -266,12 +266,13 @@ async def test_waiting_sessions_are_served_in_order_and_their_number_is_bounded(
         code, _, details = await refused.error()
         assert code == Code.RESOURCE_EXHAUSTED
         assert details.retry_after_s
-        await holders[0].close()
-        await waiting[0].verdict()
-        waiting[1].call.cancel()
-        await until(lambda: places.waiting == 0)
-        await holders[1].close()
-        await waiting[0].close()
+        first, gives_up, *others = waiting
+        gives_up.call.cancel()
+        await until(lambda: places.waiting == WAITING_PER_PLACE - 1)
+        for before, client in pairwise([holder, first, *others]):
+            await before.close()
+            await client.verdict()
+        await others[-1].close()
         await service.until_empty()
 
 

@@ -203,7 +203,7 @@ async def test_without_asking_there_are_no_logprobs_and_zero_gives_the_chosen_to
 
 
 async def test_tokens_beyond_the_vocabulary_are_never_emitted(service: Service) -> None:
-    clients = [await generate(service, PROMPT, temperature=100, seed=seed, logprobs=20) for seed in range(20)]
+    clients = [await generate(service, PROMPT, temperature=100, seed=seed, logprobs=20) for seed in range(8)]
     entries = [entry for client in clients for entry in client.logprobs]
     assert max(token for client in clients for token in client.output) < tiny.VOCABULARY_SIZE
     assert max(top.token_id for entry in entries for top in entry.top) < tiny.VOCABULARY_SIZE
