@@ -6,17 +6,47 @@ with Client("127.0.0.1:50051") as client:
         print(chunk.text, end="", flush=True)
 """
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypedDict, Unpack, cast
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from foredraft.serving.errors import Violation, error_details
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from orchestrator.results import (
+    Chunk,
+    Completion,
+    Generated,
+    Logprob,
+    Model,
+    Models,
+    Statistics,
+    Tokenized,
+    TokenLogprobs,
+    read_generated,
+    read_models,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Chunk",
+    "Client",
+    "Completion",
+    "Generated",
+    "GenerationError",
+    "Logprob",
+    "Model",
+    "Models",
+    "Options",
+    "Statistics",
+    "Stream",
+    "TokenLogprobs",
+    "Tokenized",
+    "Violation",
+]
 
 Prompt = str | Sequence[int]
 
@@ -79,150 +109,6 @@ class GenerationError(Exception):
         self.retry_after = retry_after
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """A token and the natural logarithm of its probability under the target."""
-
-    token_id: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The emitted token and the most probable ones at one position."""
-
-    chosen: Logprob
-    top: list[Logprob]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """New output of one sample. The text of a token may come in a later chunk."""
-
-    sample_index: int
-    text: str
-    token_ids: list[int]
-    drafted: list[bool]
-    logprobs: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """How speculation went for one sample; times in seconds."""
-
-    mode: str
-    reproducibility: str
-    rounds: int
-    plain_rounds: int
-    drafted: int
-    accepted: int
-    drafted_per_position: list[int]
-    accepted_per_position: list[int]
-    mean_accepted_length: float
-    hits: int
-    misses: int
-    prepared_tokens: int
-    used_tokens: int
-    time_to_first_token: float
-    total_time: float
-    target_time: float
-    queue_time: float
-    draft_wait_time: float
-    wire_time: float
-    degraded_reason: str
-
-
-@dataclass(slots=True)
-class Completion:
-    """One sample. What follows `logprobs` is set when it has ended.
-
-    `finish_reason` is "eos", "stop_token", "stop_string", "max_tokens" or "context_length".
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str = ""
-    stop_string: str | None = None
-    stop_token_id: int | None = None
-    prompt_token_count: int = 0
-    completion_token_count: int = 0
-    statistics: Statistics | None = None
-
-
-@dataclass(slots=True)
-class Generated:
-    """The samples of one request, in order of their index."""
-
-    request_id: str = ""
-    seed: int = 0
-    completions: list[Completion] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        """The text of the first sample."""
-        return self.completions[0].text
-
-    def _add(self, event: generation_pb2.GenerateStreamResponse) -> Chunk | None:
-        """Take in one event of a stream; returns the chunk if it is one."""
-        if event.HasField("started"):
-            self.request_id, self.seed = event.started.request_id, event.started.seed
-        elif event.HasField("completed"):
-            _complete(self._completion(event.completed.sample_index), event.completed)
-        elif event.HasField("chunk"):
-            chunk = _chunk(event.chunk)
-            completion = self._completion(chunk.sample_index)
-            completion.text += chunk.text
-            completion.token_ids += chunk.token_ids
-            completion.drafted += chunk.drafted
-            completion.logprobs += chunk.logprobs
-            return chunk
-        return None
-
-    def _completion(self, index: int) -> Completion:
-        while len(self.completions) <= index:
-            self.completions.append(Completion())
-        return self.completions[index]
-
-
-@dataclass(frozen=True, slots=True)
-class Tokenized:
-    """Token ids and how the tokenizer spells them."""
-
-    token_ids: list[int]
-    tokens: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The identity of a loaded model; see the proto's Model."""
-
-    name: str
-    weights_hash: str
-    dtype: str
-    device: str
-    context_length: int
-    vocabulary_size: int
-    vocabulary_hash: str
-    eos_token_ids: list[int]
-    parameter_count: int
-    batch_invariant: bool
-    max_sessions: int
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The models in use and the server's defaults and limits. `degraded_reason` says why there is no speculation."""
-
-    target: Model
-    draft: Model | None
-    drafters: list[str]
-    degraded_reason: str
-    default_mode: str
-    max_draft_tokens: int
-
-
 class Stream(Iterator[Chunk]):
     """The chunks of a running request; `result` has all that came so far. Closing it early ends the request."""
 
@@ -234,7 +120,7 @@ class Stream(Iterator[Chunk]):
     def __next__(self) -> Chunk:
         with _errors():
             while not self._closed:
-                chunk = self.result._add(next(self._call))
+                chunk = self.result.add(next(self._call))
                 if chunk is not None:
                     return chunk
         raise StopIteration
@@ -263,7 +149,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def __anext__(self) -> Chunk:
         with _errors():
             while not self._closed:
-                chunk = self.result._add(await anext(self._events))
+                chunk = self.result.add(await anext(self._events))
                 if chunk is not None:
                     return chunk
         raise StopAsyncIteration
@@ -299,7 +185,7 @@ class Client:
     ) -> Generated:
         """Generate from a text, token ids or `messages`, and return everything at once."""
         with _errors():
-            return _generated(self._stub.Generate(_request(prompt, options), timeout=timeout))
+            return read_generated(self._stub.Generate(_request(prompt, options), timeout=timeout))
 
     def stream(
         self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
@@ -330,7 +216,7 @@ class Client:
     def get_model(self, *, timeout: float | None = None) -> Models:
         """The models in use and the server's defaults."""
         with _errors():
-            return _models(self._stub.GetModel(generation_pb2.GenerationServiceGetModelRequest(), timeout=timeout))
+            return read_models(self._stub.GetModel(generation_pb2.GenerationServiceGetModelRequest(), timeout=timeout))
 
     def close(self) -> None:
         """Close the connection; running calls are cancelled."""
@@ -355,7 +241,7 @@ class AsyncClient:
     ) -> Generated:
         """Generate from a text, token ids or `messages`, and return everything at once."""
         with _errors():
-            return _generated(await self._stub.Generate(_request(prompt, options), timeout=timeout))
+            return read_generated(await self._stub.Generate(_request(prompt, options), timeout=timeout))
 
     def stream(
         self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
@@ -387,7 +273,7 @@ class AsyncClient:
         """The models in use and the server's defaults."""
         request = generation_pb2.GenerationServiceGetModelRequest()
         with _errors():
-            return _models(await self._stub.GetModel(request, timeout=timeout))
+            return read_models(await self._stub.GetModel(request, timeout=timeout))
 
     async def close(self) -> None:
         """Close the connection; running calls are cancelled."""
@@ -453,73 +339,3 @@ def _tokenize_request(text: str | None, messages: Sequence[Mapping[str, str]] | 
     if messages is not None:
         return generation_pb2.TokenizeRequest(chat=_chat(messages))
     return generation_pb2.TokenizeRequest(text=text)
-
-
-def _generated(response: generation_pb2.GenerateResponse) -> Generated:
-    generated = Generated(response.request_id, response.seed)
-    for message in response.completions:
-        completion = Completion(
-            message.text, list(message.token_ids), list(message.drafted), _logprobs(message.logprobs)
-        )
-        _complete(completion, message.completed)
-        generated.completions.append(completion)
-    return generated
-
-
-def _chunk(message: generation_pb2.Chunk) -> Chunk:
-    return Chunk(
-        message.sample_index,
-        message.text,
-        list(message.token_ids),
-        list(message.drafted),
-        _logprobs(message.logprobs),
-    )
-
-
-def _logprobs(messages: Iterable[common_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
-    def logprob(message: common_pb2.Logprob) -> Logprob:
-        return Logprob(message.token_id, message.logprob)
-
-    return [TokenLogprobs(logprob(message.chosen), [logprob(top) for top in message.top]) for message in messages]
-
-
-def _complete(completion: Completion, message: generation_pb2.Completed) -> None:
-    completion.finish_reason = _name(common_pb2.FinishReason, message.finish_reason)
-    if message.finish_reason == common_pb2.FINISH_REASON_STOP_STRING:
-        completion.stop_string = message.stop_string
-    if message.HasField("stop_token_id"):
-        completion.stop_token_id = message.stop_token_id
-    completion.prompt_token_count = message.usage.prompt_token_count
-    completion.completion_token_count = message.usage.completion_token_count
-    values = _values(message.statistics)
-    values["mode"] = _name(generation_pb2.Mode, message.statistics.mode)
-    values["reproducibility"] = _name(generation_pb2.Reproducibility, message.statistics.reproducibility)
-    completion.statistics = Statistics(**values)
-
-
-def _models(message: generation_pb2.GenerationServiceGetModelResponse) -> Models:
-    return Models(
-        target=Model(**_values(message.target)),
-        draft=Model(**_values(message.draft)) if message.HasField("draft") else None,
-        drafters=[_name(common_pb2.Drafter, drafter) for drafter in message.drafters],
-        degraded_reason=message.degraded_reason,
-        default_mode=_name(generation_pb2.Mode, message.default_mode),
-        max_draft_tokens=message.max_draft_tokens,
-    )
-
-
-def _values(message: Message) -> dict[str, Any]:
-    """The fields of a flat message as plain Python values; durations become seconds."""
-    values: dict[str, Any] = {}
-    for descriptor in message.DESCRIPTOR.fields:
-        value = getattr(message, descriptor.name)
-        if isinstance(value, Duration):
-            value = value.ToTimedelta().total_seconds()
-        values[descriptor.name] = list(value) if descriptor.is_repeated else value
-    return values
-
-
-def _name(enum: Any, value: int) -> str:
-    """A value of an enum as this module spells it: "MODE_PLAIN" is "plain"."""
-    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
-    return str(enum.Name(value).removeprefix(prefix).lower())
