@@ -41,7 +41,7 @@ class Stack:
     `options` are those of all three services by name, as `foredraft.config.collect` returns them. Target and draft
     listen on Unix sockets unless told otherwise; a `listen` with port 0 becomes a free port. With `pin`, the target
     runs on the first of the CPU cores, as many as it has threads, and the other two on the rest. Raises ConfigError at
-    once, and ChildError on entry if a service ends instead of serving.
+    once, and ChildError on entry if a service ends instead of serving. `threads` are the target's CPU threads.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Stack:
                 )
         target, draft = build(TargetSettings, options), build(DraftSettings, options)
         orchestrator = build(OrchestratorSettings, options)
-        threads, draft_threads = share_cores(target, draft)
+        self.threads, draft_threads = share_cores(target, draft)
         self.address = with_port(orchestrator.listen)
         self._with_draft = orchestrator.speculation_enabled
-        self._cores = divide_cores(threads) if pin else None
+        self._cores = divide_cores(self.threads) if pin else None
         self._directory = tempfile.TemporaryDirectory(prefix="foredraft-")
         self._target_address = str(options.get("target_listen") or f"unix:{self._directory.name}/target.sock")
         self._draft_address = str(options.get("draft_listen") or f"unix:{self._directory.name}/draft.sock")
         self._options = {
             **options,
-            "threads": threads,
+            "threads": self.threads,
             "draft_threads": draft_threads,
             "listen": self.address,
             "target_listen": self._target_address,
