@@ -105,11 +105,11 @@ class ModelDrafter:
             return False
         started = time.perf_counter()
         logits = self._engine.forward([job.row for job in jobs])
+        self.counters.forwards += 1
+        self.counters.forward_tokens += sum(len(job.row.token_ids) for job in jobs)
         for job, rows in zip(jobs, logits, strict=True):
             if job.take is not None:
                 job.take(rows)
-        self.counters.forwards += 1
-        self.counters.forward_tokens += sum(len(job.row.token_ids) for job in jobs)
         elapsed = time.perf_counter() - started
         for job in jobs:
             job.session.add_compute(elapsed)
