@@ -8,7 +8,7 @@ from pathlib import Path
 
 from foredraft.engine.errors import ModelError
 
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", "head_token_ids.json")
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 

@@ -1,0 +1,212 @@
+"""`foredraft distill`: from a target to a draft in a few steps, each of which can be interrupted and goes on later."""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draft_service.distill import report
+from draft_service.distill.files import write_whole
+from draft_service.distill.generate import Text, Writer
+from draft_service.distill.prompts import HELD_OUT, Conversation, built_in, from_file
+from draft_service.distill.prune import coverage, frequent_tokens, layer_list, pick_layers, prune
+from draft_service.distill.stored import HEAD_IDS, Stored, stored, write_model
+from draft_service.distill.train import Recipe, Trainer
+from foredraft.engine.errors import ModelError
+from foredraft.engine.loading import LoadedModel, load
+
+HELD_OUT_TEMPERATURES = (0.0, 0.7)
+HELD_OUT_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `foredraft distill` is told. `layers` are kept; `tokens` is how much training text there is to be."""
+
+    layers: tuple[int, ...] | None = None
+    head_size: int = 8192
+    tokens: int = 500_000
+    rows: int = 192
+    max_new_tokens: int = 224
+    prompts: Path | None = None
+    start: Path | None = None
+    recipe: Recipe = Recipe()  # noqa: RUF009
+    save_every: int = 100
+    device: str = "auto"
+    seed: int = 0
+
+
+def distill(target: str, output: Path, options: Options, console: Console) -> Path:
+    """Make a draft for `target` in the directory `output`, and return the directory of the assembled model.
+
+    `output` gets `text/` (what the target wrote), `checkpoint.pt`, `draft/` (the stored draft), `model/` (a
+    Transformers directory for the draft server) and `report.json`. Run again with the same options, it goes on where
+    it stopped. Raises ModelError if the target cannot be pruned or the disk is full.
+    """
+    try:
+        return _distill(target, output, options, console)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write to {output}: {error.strerror or error}; all that is finished is kept, so free some space "
+            "and give the same command again"
+        ) from error
+
+
+def _distill(target: str, output: Path, options: Options, console: Console) -> Path:
+    loaded = load(target, dtype="float32", device=options.device)
+    layer_list(loaded.model)
+    layers = options.layers or pick_layers(loaded.model.config.num_hidden_layers, 4)
+    draft = _start(loaded, layers, options.start)
+    prompts, held_out = _prompts(options)
+    writer = Writer(
+        loaded, output / "text", rows=options.rows, max_new_tokens=options.max_new_tokens, seed=options.seed
+    )
+    with _progress(console) as progress:
+        measured = [_held_out(writer, loaded, held_out, temperature, progress) for temperature in HELD_OUT_TEMPERATURES]
+        shards = list(_text(writer, prompts, options.tokens, progress))
+        head_ids = _head(output, shards, options, loaded, console)
+        trainer = _train(draft, head_ids, shards, measured, loaded, output, options, progress)
+    result = stored(draft, head_ids, layers, loaded)
+    result.save(output / "draft")
+    # What is measured is what was stored: weights rounded to bfloat16.
+    draft = Stored.read(output / "draft").apply(loaded)
+    _report(draft, head_ids, measured, trainer, loaded, output, console)
+    if not (output / "model").exists():
+        write_model(result, loaded, output / "model")
+    return output / "model"
+
+
+def _start(target: LoadedModel, layers: tuple[int, ...], start: Path | None) -> PreTrainedModel:
+    if start is None:
+        return prune(target.model, layers)
+    read = Stored.read(start)
+    draft = read.apply(target)
+    if read.layers != layers:
+        raise ModelError(f"the draft in {start} has layers {read.layers}, not {layers}")
+    return draft
+
+
+def _prompts(options: Options) -> tuple[Iterator[Conversation], list[Conversation]]:
+    """Prompts to train on, and others to measure with."""
+    if options.prompts is None:
+        return built_in(options.seed), HELD_OUT
+    own = from_file(options.prompts)
+    held_out = own[:: max(2, len(own) // len(HELD_OUT))][: len(HELD_OUT)]
+    train = [conversation for conversation in own if conversation not in held_out]
+    if not train:
+        raise ModelError(f"{options.prompts} must hold at least two different prompts, one a line")
+    return itertools.cycle(train), held_out
+
+
+def _held_out(
+    writer: Writer, target: LoadedModel, prompts: list[Conversation], temperature: float, progress: Progress
+) -> Text:
+    task = progress.add_task(f"held-out replies, T={temperature}", total=len(prompts))
+    text = writer.held_out(prompts, temperature, f"held-out-{temperature}")
+    progress.update(task, completed=len(prompts))
+    return text
+
+
+def _text(writer: Writer, prompts: Iterator[Conversation], tokens: int, progress: Progress) -> Iterator[Path]:
+    task = progress.add_task("training text, tokens", total=tokens)
+    done = 0
+    for path in writer.write(prompts):
+        done += len(Text.load(path).top_ids)
+        progress.update(task, completed=min(done, tokens))
+        yield path
+        if done >= tokens:
+            return
+
+
+def _head(output: Path, shards: Iterable[Path], options: Options, target: LoadedModel, console: Console) -> Tensor:
+    """The head's token ids, chosen once: a resumed run must not change them."""
+    path = output / "head.safetensors"
+    if options.start is not None:
+        return Stored.read(options.start).head_ids.long()
+    if not path.exists():
+        tokens = torch.cat([reply for shard in shards for reply in Text.load(shard).replies()])
+        rows = target.model.get_output_embeddings().weight.shape[0]
+        ids = frequent_tokens(tokens, options.head_size, target.eos_token_ids, rows)
+        for size, part in coverage(tokens, [s for s in (1024, 2048, 4096, 8192, 16384) if s < rows], rows).items():
+            console.print(f"the {size} most frequent tokens are {part:.2%} of the text")
+        write_whole(path, save({HEAD_IDS: ids}))
+    return load_file(path)[HEAD_IDS]
+
+
+def _train(
+    draft: PreTrainedModel,
+    head_ids: Tensor,
+    shards: list[Path],
+    measured: list[Text],
+    target: LoadedModel,
+    output: Path,
+    options: Options,
+    progress: Progress,
+) -> Trainer:
+    head = draft.get_output_embeddings().weight.detach()[head_ids.to(draft.device)]
+
+    def score(model: PreTrainedModel) -> float:
+        texts = measured[:1]
+        return sum(report.acceptance(report.matches(model, head, head_ids, t, target.vocabulary_size)) for t in texts)
+
+    trainer = Trainer(draft, head_ids, output, options.recipe, score, save_every=options.save_every)
+    task = progress.add_task("training, steps", total=options.recipe.steps, completed=trainer.step)
+    for loss in trainer.run(lambda: shards):
+        progress.update(
+            task, completed=trainer.step, description=f"training, steps (loss {loss:.3f}, {_last(trainer)})"
+        )
+    return trainer
+
+
+def _last(trainer: Trainer) -> str:
+    return f"accepted {trainer.scores[-1][1]:.3f}" if trainer.scores else "not yet measured"
+
+
+def _report(
+    draft: PreTrainedModel,
+    head_ids: Tensor,
+    measured: list[Text],
+    trainer: Trainer,
+    target: LoadedModel,
+    output: Path,
+    console: Console,
+) -> None:
+    head = draft.get_output_embeddings().weight.detach()[head_ids.to(draft.device)]
+    matched = [report.matches(draft, head, head_ids, text, target.vocabulary_size) for text in measured]
+    costs = report.measure_costs(draft, head_ids, target.model)
+    content: dict[str, object] = {"costs": asdict(costs), "cost_ratio": costs.ratio, "scores": trainer.scores}
+    console.print(f"draft step / target step: {costs.ratio:.3f}")
+    for temperature, found in zip(HELD_OUT_TEMPERATURES, matched, strict=True):
+        accepted, lines = report.acceptance(found), report.table(found, costs)
+        content[f"temperature {temperature}"] = {"acceptance": accepted, "lines": [asdict(line) for line in lines]}
+        console.print(_table(f"T={temperature}: {accepted:.3f} of draft tokens that follow final text", lines))
+    write_whole(output / "report.json", json.dumps(content, indent=2).encode())
+
+
+def _table(title: str, lines: list[report.Line]) -> Table:
+    table = Table("k", "tokens/round", "accepted by position", "taking turns", "overlapped", title=title)
+    for line in lines:
+        positions = " ".join(f"{part:.2f}" for part in line.by_position)
+        table.add_row(
+            str(line.k),
+            f"{line.mean_accepted_length:.2f}",
+            positions,
+            f"{line.turn_taking:.2f}x",
+            f"{line.overlapped:.2f}x",
+        )
+    return table
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+    )

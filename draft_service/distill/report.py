@@ -1,0 +1,133 @@
+"""What a draft is worth: how its proposals fare on replies that it was not trained on, and what they cost."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draft_service.distill.generate import Text, coupled_draws
+from draft_service.distill.train import states
+from foredraft.engine.batch import Row
+from foredraft.engine.engine import Engine
+from foredraft.engine.head import RestrictedHead
+from foredraft.sampling.params import SamplingParams
+
+LONGEST = 8
+
+
+@torch.inference_mode()
+def matches(
+    draft: PreTrainedModel, head: Tensor, head_ids: Tensor, text: Text, vocabulary_size: int
+) -> list[list[bool]]:
+    """For every reply and each of its tokens: does the draft draw the token that the target drew?
+
+    The draft reads the target's own reply. Under coupled sampling that is what it reads in service, too, up to the
+    first token that is not accepted. `text` is from `Writer.held_out`; `head` [N, H] are the rows of `head_ids` [N].
+    """
+    found: list[list[bool]] = []
+    lengths = zip(text.prompt_lengths.tolist(), text.lengths.tolist(), text.temperatures.tolist(), strict=True)
+    for sample, (start, end, temperature) in enumerate(lengths):
+        tokens = text.tokens[sample, :end].long()
+        hidden = states(draft, tokens[None, :-1].to(draft.device))[0, start - 1 :]
+        logits = (hidden @ head.T).float().cpu()
+        if temperature == 0:
+            drawn = head_ids[logits.argmax(-1)]
+        else:
+            whole = torch.full((len(logits), vocabulary_size), -torch.inf)
+            whole[:, head_ids] = logits
+            positions = torch.arange(start, end)
+            params = SamplingParams(temperature=temperature)
+            drawn = coupled_draws(whole, params, torch.full((end - start,), sample), positions, vocabulary_size)
+        found.append((drawn == tokens[start:]).tolist())
+    return found
+
+
+def rounds(matched: Sequence[Sequence[bool]], k: int) -> list[int]:
+    """The accepted length of every round of decoding these replies, with k tokens drafted in each."""
+    accepted = []
+    for reply in matched:
+        at = 0
+        # The first token comes with the opening, and no token is drafted for the last place.
+        while (base := at + 1) < len(reply):
+            limit = min(k, len(reply) - base)
+            run = next((i for i in range(limit) if not reply[base + i]), limit)
+            accepted.append(run)
+            at = base + run
+    return accepted
+
+
+def acceptance(matched: Sequence[Sequence[bool]]) -> float:
+    """The fraction of first draft tokens, at any place of a reply, that are accepted."""
+    return sum(map(sum, matched)) / max(1, sum(map(len, matched)))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds: of a draft step, and of a target's forward over 1, 2, ... `LONGEST` + 1 tokens, with one session."""
+
+    draft: float
+    target: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Draft step over plain target step."""
+        return self.draft / self.target[0]
+
+
+def measure_costs(draft: PreTrainedModel, head_ids: Tensor, target: PreTrainedModel) -> Costs:
+    """What steps of both cost here and now. The draft is left with its restricted head."""
+    head = draft.get_output_embeddings()
+    ids = head_ids.to(draft.device)
+    draft.set_output_embeddings(RestrictedHead(head.weight.detach()[ids], ids, len(head.weight)))
+    (draft_step,) = measure(draft, [1])
+    return Costs(draft_step, measure(target, range(1, LONGEST + 2)))
+
+
+def measure(model: PreTrainedModel, counts: Sequence[int], repeats: int = 15, context: int = 200) -> tuple[float, ...]:
+    """The median time in seconds of a forward over each of `counts` tokens, after `context` tokens."""
+    engine = Engine(model, max_model_len=context + max(counts) + 1, max_sessions=1)
+    slot = engine.open([1] * (context + 1))
+    engine.forward([Row(slot, [1] * (context - len(slot.tokens)), [])])
+    medians = []
+    for count in counts:
+        times = []
+        for _ in range(repeats + 2):
+            started = time.perf_counter()
+            engine.forward([Row(slot, [1] * count, list(range(count)))])
+            times.append(time.perf_counter() - started)
+            engine.rollback(slot, context)
+        medians.append(statistics.median(times[2:]))
+    engine.close(slot)
+    return tuple(medians)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What k draft tokens a round bring. `by_position`: accepted of those that were reached by position."""
+
+    k: int
+    mean_accepted_length: float
+    by_position: tuple[float, ...]
+    turn_taking: float
+    overlapped: float
+
+
+def table(matched: Sequence[Sequence[bool]], costs: Costs) -> list[Line]:
+    """For k = 1..8: emitted tokens per round, and the speed against plain decoding.
+
+    `overlapped` assumes that every verdict is foreseen and that draft and target have processors of their own.
+    """
+    lines = []
+    for k in range(1, LONGEST + 1):
+        accepted = rounds(matched, k)
+        emitted = statistics.mean(run + 1 for run in accepted) if accepted else 1.0
+        reached = [sum(run >= i for run in accepted) for i in range(k + 1)]
+        by_position = tuple(reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(k))
+        plain, drafting, verifying = costs.target[0], k * costs.draft, costs.target[k]
+        turn_taking = emitted * plain / (drafting + verifying)
+        lines.append(Line(k, emitted, by_position, turn_taking, emitted * plain / max(drafting, verifying)))
+    return lines
