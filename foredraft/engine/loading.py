@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from foredraft.engine.compatibility import check_config, check_model, embedding_rows
 from foredraft.engine.errors import ModelError
+from foredraft.engine.head import restrict
 from foredraft.engine.identity import vocabulary_hash, weight_files, weights_hash
 
 DTYPES = {
@@ -89,6 +90,7 @@ def load(
     check_model(weights)
     text_config = config.get_text_config(decoder=True)
     vocabulary = _vocabulary(tokenizer, embedding_rows(weights))
+    restrict(weights, path, vocabulary_hash(vocabulary))
     torch.nn.Module.to(weights, place)
     return LoadedModel(
         model=weights,
