@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 
 from draft_service.distill.files import write_whole
 from draft_service.distill.prompts import Conversation, follow_up
+from draft_service.distill.prune import head_weight
 from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel
 from foredraft.sampling.coupled import draw
@@ -28,26 +30,26 @@ ATTENTION = "foredraft_distill"
 # Of five shards four answer fresh prompts and one follows up on their replies.
 POOL = 4
 TEMPERATURES = (0.0, 0.7, 1.0)
+# Training text is drawn among so many tokens: a full row of noise costs more, and hardly ever draws another one.
+LIKELIEST = 64
 # Draws from logits [B, V], given which replies the rows are and the positions of the tokens drawn: int64 [B].
 Pick = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Some of the target's replies. Flat arrays; a reply's rows are `reply_starts[i]` to `reply_starts[i + 1]`.
+    """Some of the target's replies, and what it thought of every token.
 
     `tokens` int32 [S, L] are prompts and replies, padded on the right with zeros; reply i is
-    `tokens[i, prompt_lengths[i] : lengths[i]]`. `top_ids` int32 [R, K] and `top_logprobs` float16 [R, K] are the
-    target's distribution at temperature 1 that a reply token was drawn from; `hidden` float16 [R, H] its last
-    hidden state.
+    `tokens[i, prompt_lengths[i] : lengths[i]]`, drawn at `temperatures[i]`. `hidden` float16 [R, H] has a row for every
+    token of all replies, one reply after the other: the target's last hidden state before that token. Its product with
+    the head gives the logits of all tokens, and is smaller than the logits of many.
     """
 
     tokens: Tensor
     prompt_lengths: Tensor
     lengths: Tensor
     temperatures: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
     hidden: Tensor
 
     def save(self, path: Path) -> None:
@@ -62,7 +64,8 @@ class Text:
     @classmethod
     def load(cls, path: Path) -> "Text":
         """Read a shard."""
-        return cls(**load_file(path))
+        tensors = load_file(path)
+        return cls(**{name: tensors[name] for name in cls.__slots__})
 
 
 class BatchCache:
@@ -108,7 +111,7 @@ def attend(
     """
     rows, heads, new, size = query.shape
     key_heads, start = key.shape[1], batch_cache.length
-    end, layer = start + new, module.layer_idx
+    end, layer = start + new, cast(int, module.layer_idx)
     keys, values = batch_cache.keys[layer, :, :, :end], batch_cache.values[layer, :, :, :end]
     keys[:, :, start:], values[:, :, start:] = key, value
     mask = batch_cache.mask[..., :end]
@@ -127,8 +130,8 @@ def render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> li
     """The token ids of a conversation, up to where the reply begins."""
     if tokenizer.chat_template is None:
         return list(tokenizer(conversation[-1]["content"] + "\n")["input_ids"])
-    ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)["input_ids"]
-    return list(ids)
+    encoded: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
 
 
 class Writer:
@@ -142,7 +145,6 @@ class Writer:
         rows: int,
         max_new_tokens: int,
         max_prompt_tokens: int = 224,
-        top: int = 32,
         seed: int = 0,
     ) -> None:
         if target.tokenizer is None:
@@ -154,7 +156,6 @@ class Writer:
         self._rows = rows
         self._max_new_tokens = max_new_tokens
         self._max_prompt_tokens = max_prompt_tokens
-        self._top = top
         self._seed = seed
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -194,8 +195,7 @@ class Writer:
         temperatures, generator = torch.tensor(chosen), torch.Generator().manual_seed(seed)
 
         def pick(logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-            # The likeliest tokens are as good as all for training text, and a full row of noise costs more.
-            values, ids = logits.topk(self._top)
+            values, ids = logits.topk(min(LIKELIEST, logits.shape[-1]))
             noise = -torch.empty(values.shape).exponential_(generator=generator).log()
             scores = values.cpu() + temperatures[rows, None] * noise
             return ids.cpu().gather(1, scores.argmax(-1, keepdim=True))[:, 0]
@@ -220,7 +220,7 @@ class Writer:
             for tokens, start, end in ends:
                 conversation = by_prompt.get(tuple(tokens[:start]))
                 if conversation is not None and tokens[end - 1] in self._target.eos_token_ids and 8 < end - start < 120:
-                    reply = self._tokenizer.decode(tokens[start : end - 1])
+                    reply = str(self._tokenizer.decode(tokens[start : end - 1]))
                     found.append(follow_up(conversation, reply, rng))
         rng.shuffle(found)
         found = [c for c in found if len(render(self._tokenizer, c)) <= self._max_prompt_tokens]
@@ -230,6 +230,7 @@ class Writer:
     def _decode(self, prompts: list[list[int]], temperatures: Tensor, pick: Pick, fewest: int) -> Text:
         """Replies until they end or are `max_new_tokens` long, or only `fewest` have not ended."""
         model, count = self._model, len(prompts)
+        head = head_weight(model)
         model.set_attn_implementation(ATTENTION)
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         width = int(lengths.max())
@@ -239,14 +240,12 @@ class Writer:
         for i, prompt in enumerate(prompts):
             tokens[i, : len(prompt)] = torch.tensor(prompt)
         rows, ends = torch.arange(count), lengths.clone()
-        steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        steps: list[tuple[Tensor, Tensor]] = []
         eos = torch.tensor(self._target.eos_token_ids)
         for _ in range(self._max_new_tokens):
-            logits = model.get_output_embeddings()(hidden).float()
+            logits = functional.linear(hidden, head).float()
             drawn = pick(logits, rows, ends[rows])
-            logprobs, ids = logits.topk(self._top)
-            logprobs = logprobs - logits.logsumexp(-1, keepdim=True)
-            steps.append((rows, ids.int().cpu(), logprobs.half().cpu(), hidden.half().cpu()))
+            steps.append((rows, hidden.half().cpu()))
             tokens[rows, ends[rows]] = drawn.int()
             ends[rows] += 1
             alive = (~torch.isin(drawn, eos)).nonzero()[:, 0]
@@ -256,10 +255,9 @@ class Writer:
                 alive = cache.keep(alive.to(model.device)).cpu()
                 rows, drawn = rows[alive], drawn[alive]
             hidden = self._forward(drawn[:, None], (ends[rows] - 1)[:, None], cache)
-        owners, ids, logprobs, states = (torch.cat(parts) for parts in zip(*steps, strict=True))
-        order = owners.argsort(stable=True)
+        owners, states = (torch.cat(parts) for parts in zip(*steps, strict=True))
         tokens = tokens[:, : int(ends.max())].clone()
-        return Text(tokens, lengths, ends, temperatures, ids[order], logprobs[order], states[order])
+        return Text(tokens, lengths, ends, temperatures, states[owners.argsort(stable=True)])
 
     def _read(self, prompts: list[list[int]], cache: BatchCache) -> Tensor:
         """Fills the cache with the prompts, their common beginning once; returns the last hidden states [B, H]."""

@@ -18,7 +18,7 @@ from draft_service.distill import report
 from draft_service.distill.files import write_whole
 from draft_service.distill.generate import Text, Writer
 from draft_service.distill.prompts import HELD_OUT, Conversation, built_in, from_file
-from draft_service.distill.prune import coverage, frequent_tokens, layer_list, pick_layers, prune
+from draft_service.distill.prune import coverage, frequent_tokens, head_weight, layer_list, pick_layers, prune
 from draft_service.distill.stored import HEAD_IDS, Stored, stored, write_model
 from draft_service.distill.train import Recipe, Trainer
 from foredraft.engine.errors import ModelError
@@ -120,7 +120,7 @@ def _text(writer: Writer, prompts: Iterator[Conversation], tokens: int, progress
     task = progress.add_task("training text, tokens", total=tokens)
     done = 0
     for path in writer.write(prompts):
-        done += len(Text.load(path).top_ids)
+        done += len(Text.load(path).hidden)
         progress.update(task, completed=min(done, tokens))
         yield path
         if done >= tokens:
@@ -134,7 +134,7 @@ def _head(output: Path, shards: Iterable[Path], options: Options, target: Loaded
         return Stored.read(options.start).head_ids.long()
     if not path.exists():
         tokens = torch.cat([reply for shard in shards for reply in Text.load(shard).replies()])
-        rows = target.model.get_output_embeddings().weight.shape[0]
+        rows = len(head_weight(target.model))
         ids = frequent_tokens(tokens, options.head_size, target.eos_token_ids, rows)
         for size, part in coverage(tokens, [s for s in (1024, 2048, 4096, 8192, 16384) if s < rows], rows).items():
             console.print(f"the {size} most frequent tokens are {part:.2%} of the text")
@@ -152,7 +152,7 @@ def _train(
     options: Options,
     progress: Progress,
 ) -> Trainer:
-    head = draft.get_output_embeddings().weight.detach()[head_ids.to(draft.device)]
+    head = head_weight(draft).detach()[head_ids.to(draft.device)]
 
     def score(model: PreTrainedModel) -> float:
         texts = measured[:1]
@@ -180,7 +180,7 @@ def _report(
     output: Path,
     console: Console,
 ) -> None:
-    head = draft.get_output_embeddings().weight.detach()[head_ids.to(draft.device)]
+    head = head_weight(draft).detach()[head_ids.to(draft.device)]
     matched = [report.matches(draft, head, head_ids, text, target.vocabulary_size) for text in measured]
     costs = report.measure_costs(draft, head_ids, target.model)
     content: dict[str, object] = {"costs": asdict(costs), "cost_ratio": costs.ratio, "scores": trainer.scores}

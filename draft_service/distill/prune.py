@@ -13,8 +13,10 @@ from foredraft.engine.errors import ModelError
 
 def layer_list(model: PreTrainedModel) -> str:
     """The name of the list of layers, such as "model.layers". Raises ModelError if there is no such list."""
-    count = model.config.num_hidden_layers
-    found = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count and count > 0]
+    count: int = model.config.num_hidden_layers
+    found: list[str] = [
+        n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count and count > 0
+    ]
     # A list inside a layer, of as many experts as there are layers, is not meant.
     found = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     if len(found) != 1:
@@ -61,18 +63,27 @@ def prune(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     draft.tie_weights()
     for key in shared(draft):
         draft.get_parameter(key).requires_grad_(False)
-    return draft.to(target.device)
+    nn.Module.to(draft, target.device)
+    return draft
 
 
 def shared(model: PreTrainedModel) -> list[str]:
     """The names of what a draft has in common with its target: the embeddings and the head."""
     name = layer_list(model)
-    head = model.get_output_embeddings()
+    head = head_weight(model)
     outside = (n for n, m in model.named_modules() if not n.startswith(f"{name}.") and isinstance(m, nn.Embedding))
     embeddings = {f"{n}.weight" for n in outside}
-    tied = head is not None and head.weight is model.get_input_embeddings().weight
-    heads = {key for key, value in model.named_parameters() if not tied and head is not None and value is head.weight}
+    # A tied head is an embedding already.
+    heads = {key for key, value in model.named_parameters() if value is head}
     return sorted(embeddings | heads)
+
+
+def head_weight(model: PreTrainedModel) -> Tensor:
+    """The head's weight [V, H]. Raises ModelError if it is more than a matrix."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ModelError(f"{type(model).__name__} has no plain linear head, which a draft shares with its target")
+    return head.weight
 
 
 def frequent_tokens(tokens: Tensor, size: int, always: Sequence[int], rows: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draft_service.distill.generate import Text, coupled_draws
+from draft_service.distill.prune import head_weight
 from draft_service.distill.train import states
 from foredraft.engine.batch import Row
 from foredraft.engine.engine import Engine
@@ -80,9 +81,9 @@ class Costs:
 
 def measure_costs(draft: PreTrainedModel, head_ids: Tensor, target: PreTrainedModel) -> Costs:
     """What steps of both cost here and now. The draft is left with its restricted head."""
-    head = draft.get_output_embeddings()
+    head = head_weight(draft).detach()
     ids = head_ids.to(draft.device)
-    draft.set_output_embeddings(RestrictedHead(head.weight.detach()[ids], ids, len(head.weight)))
+    draft.set_output_embeddings(RestrictedHead(head[ids], ids, len(head)))  # type: ignore[no-untyped-call]
     (draft_step,) = measure(draft, [1])
     return Costs(draft_step, measure(target, range(1, LONGEST + 2)))
 

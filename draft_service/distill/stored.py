@@ -76,7 +76,8 @@ class Stored:
         with torch.no_grad():
             for name, value in self.weights.items():
                 own[name].copy_(value)
-        return draft.eval()
+        draft.train(False)
+        return draft
 
 
 def stored(draft: PreTrainedModel, head_ids: Tensor, layers: tuple[int, ...], target: LoadedModel) -> Stored:
@@ -87,7 +88,8 @@ def stored(draft: PreTrainedModel, head_ids: Tensor, layers: tuple[int, ...], ta
 
 def embeddings_hash(model: PreTrainedModel) -> str:
     """SHA-256, in hexadecimal, over the values of the input embeddings as float32."""
-    values = model.get_input_embeddings().weight.detach().float().cpu().contiguous()
+    embedding: Any = model.get_input_embeddings()
+    values = embedding.weight.detach().float().cpu().contiguous()
     return hashlib.sha256(values.numpy().data).hexdigest()
 
 

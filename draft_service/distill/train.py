@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from draft_service.distill.files import write_whole
 from draft_service.distill.generate import Text
+from draft_service.distill.prune import head_weight
 from foredraft.engine.errors import ModelError
 
 CHECKPOINT = "checkpoint.pt"
@@ -75,21 +76,16 @@ class Examples:
             tokens[row, : end - 1] = text.tokens[i, : end - 1]
             where.append(torch.arange(start - 1, end - 1) + row * width)
             rows.append((t, self._starts[t][i], self._starts[t][i + 1]))
-
-        def take(name: str) -> Tensor:
-            return torch.cat([getattr(self._texts[t], name)[first:last] for t, first, last in rows])
-
-        return Batch(tokens, torch.cat(where), take("top_ids"), take("top_logprobs"), take("hidden"))
+        hidden = torch.cat([self._texts[t].hidden[first:last] for t, first, last in rows])
+        return Batch(tokens, torch.cat(where), hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`tokens` int64 [B, T]; after the flat positions `where` [R] of them the target's distributions are known."""
+    """`tokens` int64 [B, T]; at the flat positions `where` [R] of them the target's `hidden` states [R, H] are there."""
 
     tokens: Tensor
     where: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
     hidden: Tensor
 
 
@@ -150,7 +146,7 @@ class Trainer:
         self.step = 0
         self.best = -math.inf
         self.scores: list[tuple[int, float]] = []
-        self._head = draft.get_output_embeddings().weight.detach()[head_ids.to(draft.device)]
+        self._head = head_weight(draft).detach()[head_ids.to(draft.device)]
         self._directory = directory
         self._recipe = recipe
         self._score = score
@@ -185,7 +181,7 @@ class Trainer:
         with torch.no_grad():
             for name, value in self._best_weights.items():
                 self._parameters[name].copy_(value)
-        self.draft.eval()
+        self.draft.train(False)
 
     def _learn(self, batch: Batch) -> float:
         for group in self._optimizer.param_groups:
@@ -197,10 +193,10 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0)
         self._optimizer.step()
         self.step += 1
-        return float(value)
+        return float(value.detach())
 
     def _assess(self) -> None:
-        self.draft.eval()
+        self.draft.train(False)
         score = self._score(self.draft)
         self.draft.train()
         self.scores.append((self.step, score))

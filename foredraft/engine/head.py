@@ -57,7 +57,7 @@ def restrict(model: PreTrainedModel, directory: Path, vocabulary_hash: str) -> N
         raise ModelError(
             f"{FILE} in {directory} belongs to another vocabulary; assemble the draft again for its target"
         )
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ModelError(f"{type(model).__name__} has no plain linear head, so it cannot be restricted to some tokens")
     rows = head.out_features
