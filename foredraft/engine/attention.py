@@ -1,8 +1,9 @@
 """Attention of one ragged forward: every session's tokens attend to a view of that session's slot, nothing is copied.
 
 All new tokens of all sessions lie in one row [1, T]; a `Segment` is one session's range of it. The query heads that
-share a key head are packed into the query axis, visible lengths are multiples of `LENGTH_STEP` and at least `MIN_ROWS`
-rows are computed, so that a token's result has the same bits whatever else is in the pass.
+share a key head are packed into the query axis. Visible lengths are multiples of `LENGTH_STEP` and row counts multiples
+of `ROW_STEP`: matrix products take other kernels for what is left over, and a token's result would not have the same
+bits whatever else is in the pass.
 """
 
 from collections.abc import Sequence
@@ -14,21 +15,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from foredraft.engine.errors import ModelError
+
 IMPLEMENTATION = "foredraft_slots"
 LENGTH_STEP = 64
-MIN_ROWS = 4
+ROW_STEP = 4
 
 # What a model may ask of its attention that this one does not do.
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask")
 
 
-class UnsupportedAttentionError(ValueError):
-    """A model asked for attention that slots do not offer."""
-
-
 def round_length(length: int) -> int:
     """The next multiple of LENGTH_STEP."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def missing_rows(count: int) -> int:
+    """How many rows to add to `count` for a multiple of ROW_STEP."""
+    return -count % ROW_STEP
 
 
 @dataclass(slots=True)
@@ -65,7 +69,7 @@ class Plan:
     masks: dict[tuple[int | None, int], list[Tensor]] = field(default_factory=dict)
 
     def segment_masks(self, window: int | None, groups: int, dtype: torch.dtype) -> list[Tensor]:
-        """Additive masks [max(groups * n, MIN_ROWS), length], one per segment of n tokens."""
+        """Additive masks [groups * n, length], rows rounded up, one per segment of n tokens."""
         masks = self.masks.get((window, groups))
         if masks is None:
             masks = [self._mask(segment, window, groups, dtype) for segment in self.segments]
@@ -76,8 +80,8 @@ class Plan:
         hidden = self._hidden(segment, window)
         bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         bias = bias.repeat(groups, 1) if groups > 1 else bias
-        missing = MIN_ROWS - bias.shape[0]
-        return functional.pad(bias, (0, 0, 0, missing)) if missing > 0 else bias
+        missing = missing_rows(bias.shape[0])
+        return functional.pad(bias, (0, 0, 0, missing)) if missing else bias
 
     def _hidden(self, segment: Segment, window: int | None) -> Tensor:
         """Bool [n, length]: what each token of the segment must not see."""
@@ -113,12 +117,12 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """Runs in every layer: query [1, H, T, D], key and value [slots, Hkv, stride, D or Dv] -> [1, T, H, Dv]."""
     if plan is None:
-        raise UnsupportedAttentionError(f"{type(module).__name__} does not hand extra arguments on to its attention")
+        raise ModelError(f"{type(module).__name__} does not hand extra arguments on to its attention")
     if attention_mask is not None:
-        raise UnsupportedAttentionError(f"{type(module).__name__} brings an attention mask of its own")
+        raise ModelError(f"{type(module).__name__} brings an attention mask of its own")
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
-            raise UnsupportedAttentionError(f"{type(module).__name__} uses {name} in its attention")
+            raise ModelError(f"{type(module).__name__} uses {name} in its attention")
     plan.windows.append(sliding_window)
     _, heads, tokens, _ = query.shape
     key_heads = key.shape[1]
@@ -129,8 +133,8 @@ def slot_attention(
         rows = groups * (stop - start)
         seen = slice(segment.first, segment.first + segment.length)
         packed = query[:, :, start:stop].reshape(1, key_heads, rows, -1)
-        if rows < MIN_ROWS:
-            packed = functional.pad(packed, (0, 0, 0, MIN_ROWS - rows))
+        if missing := missing_rows(rows):
+            packed = functional.pad(packed, (0, 0, 0, missing))
         attended = functional.scaled_dot_product_attention(
             packed,
             key[slot : slot + 1, :, seen],

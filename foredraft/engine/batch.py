@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foredraft.engine.attention import MIN_ROWS, Plan, Segment, round_length
+from foredraft.engine.attention import Plan, Segment, missing_rows, round_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ class Batch:
         )
 
     def inputs(self, columns: Tensor, scrap_row: int) -> Inputs:
-        """The tensors, on the device of `columns`, padded to MIN_ROWS tokens and, if any are wanted, rows of logits."""
-        missing = [0] * (MIN_ROWS - len(self.token_ids))
+        """The tensors, on the device of `columns`, with tokens and wanted rows padded to rounded counts."""
+        missing = [0] * missing_rows(len(self.token_ids))
         destinations = self.destinations + [scrap_row] * len(missing)
         tokens = torch.tensor([self.token_ids + missing, self.positions + missing, destinations], device=columns.device)
-        keep = self.keep + self.keep[-1:] * (MIN_ROWS - len(self.keep))
+        keep = self.keep + self.keep[-1:] * missing_rows(len(self.keep))
         return Inputs(
             token_ids=tokens[0],
             positions=tokens[1],
