@@ -2,11 +2,11 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,14 +15,13 @@ from rich.table import Table
 
 from foredraft.cli.supervisor import ChildError
 from foredraft.cli.up import Stack, available_cores
-from foredraft.config import ConfigError
+from foredraft.config import ConfigError, Mode
 
 # Looking up n-grams pays where an answer takes up the words of its prompt.
-PROMPT = (
-    "Repeat the following text word for word.\n\nThe sun rises in the east and sets in the west. The moon follows the sun "
-    "across the sky, and the stars follow the moon. When the sun sets in the west, the moon rises in the east, and the "
-    "stars come out one by one."
-)
+PROMPT = """Repeat the following text word for word.
+
+The sun rises in the east and sets in the west. The moon follows the sun across the sky, and the stars follow \
+the moon. When the sun sets in the west, the moon rises in the east, and the stars come out one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,11 @@ class Run:
     threads: int
     completion: Any
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed after the first token, which includes reading the prompt."""
-        statistics = self.completion.statistics
-        seconds = statistics.total_time - statistics.time_to_first_token
-        return float((self.completion.completion_token_count - 1) / seconds) if seconds > 0 else 0.0
+
+def tokens_per_second(completion: Any) -> float:
+    """Speed after the first token, which includes reading the prompt."""
+    seconds = completion.statistics.total_time - completion.statistics.time_to_first_token
+    return float((completion.completion_token_count - 1) / seconds) if seconds > 0 else 0.0
 
 
 def demo(
@@ -54,7 +52,7 @@ def demo(
     """Fetch a small model, answer a prompt with and without speculation, and compare."""
     from foredraft.default_model import DefaultModelError, ensure
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     try:
         model = ensure()
         options = {"model": str(model), "dtype": "float32", "listen": "127.0.0.1:0", **draft_options(draft, model)}
@@ -86,14 +84,13 @@ def draft_options(draft: str, model: Path) -> dict[str, Any]:
 async def compare(options: dict[str, Any], request: dict[str, Any], draft: str, console: Console) -> list[Run]:
     """Answer on one stack without and with speculation, then without on one whose target has all cores."""
     every = len(available_cores())
-    runs = []
     async with started(options, console) as stack:
-        runs.append(Run("plain", stack.threads, await answer(stack, request, "plain", console)))
-        title = f"speculative, {draft}"
-        runs.append(Run(title, stack.threads, await answer(stack, request, "overlapped", console)))
+        plain, speculative = await answers(stack, request, ("plain", "overlapped"), console)
+        name = f"draft {draft.rpartition('/')[2]}"
+        runs = [Run("plain", stack.threads, plain), Run(name, stack.threads, speculative)]
     if every > stack.threads:
         async with started({**options, "threads": every, "speculation_enabled": False}, console) as stack:
-            runs.append(Run("plain", every, await answer(stack, request, "plain", console)))
+            runs.append(Run("plain", every, *await answers(stack, request, ("plain",), console)))
     return runs
 
 
@@ -107,37 +104,39 @@ async def started(options: dict[str, Any], console: Console) -> AsyncIterator[St
             yield stack
 
 
-async def answer(stack: Stack, request: dict[str, Any], mode: Literal["plain", "overlapped"], console: Console) -> Any:
-    """One answer, after a short one that warms the services up."""
+async def answers(stack: Stack, request: dict[str, Any], modes: Sequence[Mode], console: Console) -> list[Any]:
+    """The answer in each mode: of three, taken in turns after one to warm up, the one of median speed."""
     from orchestrator.client import AsyncClient
 
+    completions: dict[Mode, list[Any]] = {mode: [] for mode in modes}
     async with AsyncClient(stack.address) as client:
-        with console.status(f"answering, {mode}, {stack.threads} threads"):
-            await client.generate(**{**request, "max_new_tokens": 16}, mode=mode)
-            return (await client.generate(**request, mode=mode)).completions[0]
+        for attempt in range(4):
+            for mode in modes:
+                with console.status(f"answering, {mode}, {stack.threads} threads ({attempt or 'warming up'})"):
+                    completions[mode].append((await client.generate(**request, mode=mode)).completions[0])
+    return [sorted(answers[1:], key=tokens_per_second)[1] for answers in completions.values()]
 
 
 def report(runs: list[Run], prompt: str, console: Console) -> int:
     """Print text and table; returns the exit code: 0 if both texts are the same."""
     plain, speculative = runs[0], runs[1]
     console.print(f"\n[bold]Prompt[/]  {escape(prompt)}\n\n[bold]Answer[/]  {escape(speculative.completion.text)}\n")
-    table = Table("", "threads", "tokens/s", "times", "accepted", "per round", "foreseen")
-    table.columns[0].no_wrap = True
+    table = Table("", "threads", "tokens/s", "times", "accepted", "per round", "foreseen", box=None)
     for run in runs:
-        statistics = run.completion.statistics
+        statistics, speed = run.completion.statistics, tokens_per_second(run.completion)
         table.add_row(
             run.title,
             str(run.threads),
-            f"{run.tokens_per_second:.1f}",
-            f"{run.tokens_per_second / plain.tokens_per_second:.2f}",
+            f"{speed:.1f}",
+            f"{speed / tokens_per_second(plain.completion):.2f}",
             fraction(statistics.accepted, statistics.drafted),
             f"{statistics.mean_accepted_length:.2f}",
             fraction(statistics.hits, statistics.hits + statistics.misses),
         )
     console.print(table)
     console.print(
-        "threads: of the target; times: speed against the first row; accepted: of the drafted tokens; per round: tokens\n"
-        "for each pass of the target; foreseen: verdicts whose continuation was ready"
+        "\nthreads: of the target; times: speed against the first row; accepted: of the drafted tokens;\n"
+        "per round: tokens for each pass of the target; foreseen: verdicts whose continuation was ready"
     )
     if speculative.completion.statistics.degraded_reason:
         console.print(f"There was no speculation: {speculative.completion.statistics.degraded_reason}")
