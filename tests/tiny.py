@@ -129,7 +129,7 @@ def _randomise(result: PreTrainedModel, seed: int, noise: float) -> None:
             scale = (3.0 if "lm_head" in name else 0.8) / result.config.hidden_size**0.5
         if scale == 0.0:
             continue
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         values += noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.copy_(values.mul_(scale))

@@ -34,8 +34,6 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{config.model_type} uses {unsupported.pop()} rotary positions, which change as the text grows; "
             f"only fixed ones are served"
         )
-    if getattr(text_config, "max_position_embeddings", None) is None:
-        raise ModelError(f"{config.model_type} states no max_position_embeddings, so its context length is not known")
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -43,7 +41,8 @@ def check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model._is_stateful:
         raise ModelError(f"{name} carries a recurrent state, which cannot be rolled back; use an attention-only model")
-    layer_types = set(get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0])
+    text_config = model.config.get_text_config(decoder=True)
+    layer_types = set(get_layer_types_and_kwargs(text_config)[0])
     if not layer_types <= LAYER_TYPES:
         unsupported = ", ".join(sorted(layer_types - LAYER_TYPES))
         raise ModelError(f"{name} has layers of type {unsupported}; only full and sliding attention are served")
@@ -53,6 +52,8 @@ def check_model(model: PreTrainedModel) -> None:
         missing.add("cache")
     if missing:
         raise ModelError(f"the forward of {name} has no {', '.join(sorted(missing))}, which slots need")
+    if getattr(text_config, "max_position_embeddings", None) is None:
+        raise ModelError(f"{name} states no max_position_embeddings, so its context length is not known")
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
