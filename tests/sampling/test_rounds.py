@@ -90,3 +90,18 @@ def without_base(seed, sample_index, position, purpose, base=0):
 def test_numbers_used_in_two_rounds_of_block_verification_would_be_noticed(module, setting):
     with patch.object(module, "uniform", without_base):
         assert p_value(Method.BLOCK, setting) < 1e-9
+
+
+@pytest.mark.parametrize("method", [Method.REJECTION, Method.BLOCK])
+def test_no_random_number_is_used_for_two_things_in_a_text(method):
+    used = []
+
+    def recorded(*arguments):
+        used.append(arguments)
+        return noise.uniform(*arguments)
+
+    with patch.object(verification, "uniform", recorded), patch.object(proposal, "uniform", recorded):
+        for seed in range(20):
+            decode(WITH_MEMORY, SamplingParams(method=method, seed=seed))
+    assert len(set(used)) == len(used)
+    assert len({noise.uniform(*arguments) for arguments in used}) == len(used)

@@ -200,6 +200,13 @@ def test_block_verification_accepts_the_known_amount_in_the_papers_example():
     assert mean_accepted(Method.BLOCK, p, q, 2, 2) == pytest.approx(11 / 9)
 
 
+@pytest.mark.parametrize("rule", [rejection_rule, block_rule])
+def test_a_refusal_that_only_rounding_can_cause_falls_back_to_the_target(rule):
+    p = torch.tensor([[0.1, 0.9], [0.7, 0.3], [0.5, 0.5]], dtype=torch.float64)
+    accepted, weights = rule(p, p[:2], [1, 0], [1.0, 1.0])
+    assert torch.equal(weights, p[accepted])
+
+
 SCORES = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 0.0, 0.0, 3.0], [0.0, 1.0, 0.0, 0.0]])
 
 
