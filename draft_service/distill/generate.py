@@ -20,7 +20,6 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 from draft_service.distill.files import write_whole
 from draft_service.distill.prompts import Conversation, follow_up
 from draft_service.distill.prune import head_weight
-from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel
 from foredraft.sampling.coupled import draw
 from foredraft.sampling.params import SamplingParams
@@ -135,7 +134,7 @@ def render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> li
 
 
 class Writer:
-    """Writes shards `shard-00000.safetensors`, ... into a directory."""
+    """Writes shards `shard-00000.safetensors`, ... into a directory; the target must have a tokenizer."""
 
     def __init__(
         self,
@@ -147,11 +146,9 @@ class Writer:
         max_prompt_tokens: int = 224,
         seed: int = 0,
     ) -> None:
-        if target.tokenizer is None:
-            raise ModelError(f"{target.name} has no tokenizer, so it cannot be asked anything")
         self._target = target
         self._model = target.model
-        self._tokenizer = target.tokenizer
+        self._tokenizer = cast(PreTrainedTokenizerBase, target.tokenizer)
         self._directory = directory
         self._rows = rows
         self._max_new_tokens = max_new_tokens

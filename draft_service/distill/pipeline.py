@@ -20,7 +20,7 @@ from draft_service.distill.generate import Text, Writer
 from draft_service.distill.prompts import HELD_OUT, Conversation, built_in, from_file
 from draft_service.distill.prune import coverage, frequent_tokens, head_weight, layer_list, pick_layers, prune
 from draft_service.distill.stored import HEAD_IDS, Stored, stored, write_model
-from draft_service.distill.train import Recipe, Trainer
+from draft_service.distill.train import Recipe, Trainer, states
 from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel, load
 
@@ -30,9 +30,9 @@ HELD_OUT_TOKENS = 128
 
 @dataclass(frozen=True)
 class Options:
-    """What `foredraft distill` is told. `layers` are kept; `tokens` is how much training text there is to be."""
+    """What `foredraft distill` is told. `layers` are kept, or so many; `tokens` is the length of the training text."""
 
-    layers: tuple[int, ...] | None = None
+    layers: int | tuple[int, ...] = 4
     head_size: int = 8192
     tokens: int = 500_000
     rows: int = 192
@@ -63,8 +63,9 @@ def distill(target: str, output: Path, options: Options, console: Console) -> Pa
 
 def _distill(target: str, output: Path, options: Options, console: Console) -> Path:
     loaded = load(target, dtype="float32", device=options.device)
-    layer_list(loaded.model)
-    layers = options.layers or pick_layers(loaded.model.config.num_hidden_layers, 4)
+    check_target(loaded)
+    count = loaded.model.config.num_hidden_layers
+    layers = pick_layers(count, options.layers) if isinstance(options.layers, int) else options.layers
     draft = _start(loaded, layers, options.start)
     prompts, held_out = _prompts(options)
     writer = Writer(
@@ -75,14 +76,29 @@ def _distill(target: str, output: Path, options: Options, console: Console) -> P
         shards = list(_text(writer, prompts, options.tokens, progress))
         head_ids = _head(output, shards, options, loaded, console)
         trainer = _train(draft, head_ids, shards, measured, loaded, output, options, progress)
-    result = stored(draft, head_ids, layers, loaded)
-    result.save(output / "draft")
+    stored(draft, head_ids, layers, loaded).save(output / "draft")
     # What is measured is what was stored: weights rounded to bfloat16.
-    draft = Stored.read(output / "draft").apply(loaded)
-    _report(draft, head_ids, measured, trainer, loaded, output, console)
+    result = Stored.read(output / "draft")
+    _report(result.apply(loaded), head_ids, measured, trainer, loaded, output, console)
     if not (output / "model").exists():
         write_model(result, loaded, output / "model")
     return output / "model"
+
+
+@torch.inference_mode()
+def check_target(target: LoadedModel) -> None:
+    """Raises ModelError for a target that no draft can be made for in this way."""
+    model, name = target.model, type(target.model).__name__
+    layer_list(model)
+    if target.tokenizer is None:
+        raise ModelError(f"{target.name} has no tokenizer, so it cannot be asked anything")
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(model.config, "sliding_window", None) is not None:
+        raise ModelError(f"{name} has layers with a sliding window; only targets with full attention can be distilled")
+    ids = torch.arange(8, device=model.device)[None]
+    logits = model(input_ids=ids).logits
+    if not torch.allclose(logits, states(model, ids) @ head_weight(model).T, rtol=1e-3, atol=1e-3):
+        raise ModelError(f"{name} does more to its logits than multiply with its head, which training would miss")
 
 
 def _start(target: LoadedModel, layers: tuple[int, ...], start: Path | None) -> PreTrainedModel:

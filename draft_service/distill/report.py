@@ -47,18 +47,18 @@ def matches(
     return found
 
 
-def rounds(matched: Sequence[Sequence[bool]], k: int) -> list[int]:
-    """The accepted length of every round of decoding these replies, with k tokens drafted in each."""
-    accepted = []
+def rounds(matched: Sequence[Sequence[bool]], k: int) -> list[tuple[int, int]]:
+    """How many tokens are drafted, at most k, and accepted in every round of decoding these replies."""
+    found = []
     for reply in matched:
-        at = 0
-        # The first token comes with the opening, and no token is drafted for the last place.
-        while (base := at + 1) < len(reply):
-            limit = min(k, len(reply) - base)
-            run = next((i for i in range(limit) if not reply[base + i]), limit)
-            accepted.append(run)
-            at = base + run
-    return accepted
+        base = 1  # The first token comes with the opening.
+        while base < len(reply):
+            # No token is drafted for the last place: the target's own goes there.
+            drafted = min(k, len(reply) - base - 1)
+            accepted = next((i for i in range(drafted) if not reply[base + i]), drafted)
+            found.append((drafted, accepted))
+            base += accepted + 1
+    return found
 
 
 def acceptance(matched: Sequence[Sequence[bool]]) -> float:
@@ -124,10 +124,11 @@ def table(matched: Sequence[Sequence[bool]], costs: Costs) -> list[Line]:
     """
     lines = []
     for k in range(1, LONGEST + 1):
-        accepted = rounds(matched, k)
-        emitted = statistics.mean(run + 1 for run in accepted) if accepted else 1.0
-        reached = [sum(run >= i for run in accepted) for i in range(k + 1)]
-        by_position = tuple(reached[i + 1] / reached[i] if reached[i] else 0.0 for i in range(k))
+        played = rounds(matched, k)
+        emitted = statistics.mean(accepted + 1 for _, accepted in played) if played else 1.0
+        reached = [sum(drafted > i and accepted >= i for drafted, accepted in played) for i in range(k)]
+        passed = [sum(accepted > i for _, accepted in played) for i in range(k)]
+        by_position = tuple(a / b if b else 0.0 for a, b in zip(passed, reached, strict=True))
         plain, drafting, verifying = costs.target[0], k * costs.draft, costs.target[k]
         turn_taking = emitted * plain / (drafting + verifying)
         lines.append(Line(k, emitted, by_position, turn_taking, emitted * plain / max(drafting, verifying)))

@@ -82,7 +82,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`tokens` int64 [B, T]; at the flat positions `where` [R] of them the target's `hidden` states [R, H] are there."""
+    """`tokens` int64 [B, T]; the target's `hidden` states [R, H] are those at the flat positions `where` [R]."""
 
     tokens: Tensor
     where: Tensor

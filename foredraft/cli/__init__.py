@@ -6,7 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from foredraft.cli import chat, demo, generate, servers, up
+from foredraft.cli import chat, demo, distill, generate, servers, up
 from foredraft.config import ConfigError
 
 
@@ -34,6 +34,7 @@ app.command("up")(up.up)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
+app.command("distill")(distill.distill)
 app.command("target-server")(servers.target_server)
 app.command("draft-server")(servers.draft_server)
 app.command("orchestrator")(servers.orchestrator)
