@@ -5,7 +5,7 @@ chosen. The models are ones on which using a random number in two rounds biases 
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from unittest.mock import patch
 
@@ -70,7 +70,7 @@ def p_value(method, setting):
 @pytest.mark.parametrize(
     ("method", "setting"),
     [
-        (Method.COUPLED, WITH_MEMORY),
+        (Method.COUPLED, replace(WITH_MEMORY, texts=400)),
         (Method.REJECTION, WITH_MEMORY),
         (Method.BLOCK, WITH_MEMORY),
         (Method.BLOCK, WITHOUT_MEMORY),
