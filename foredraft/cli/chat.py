@@ -51,22 +51,37 @@ def read_line() -> str | None:
     """The next message without blanks around it, None at the end of the input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         return None
+    except KeyboardInterrupt:
+        print()
+        return ""
 
 
 def answer(client: Any, console: Console, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
-    """Print an answer as it comes, then its statistics; returns its text. Ctrl-C stops it."""
+    """Print an answer as it comes, then its statistics; returns its text, which Ctrl-C cuts off."""
+    from orchestrator.client import GenerationError
+
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        stream.close()
+
     with client.stream(messages=messages, **options) as stream:
-        before = signal.signal(signal.SIGINT, lambda *_: stream.close())
+        before = signal.signal(signal.SIGINT, stop)
         try:
             for chunk in stream:
                 for text, drafted in pieces(client, chunk):
                     console.print(Text(text, DRAFTED if drafted else ""), end="")
+        except GenerationError:
+            if not stopped:
+                raise
         finally:
             signal.signal(signal.SIGINT, before)
     console.print()
-    [completion] = stream.result.completions or [None]
+    completion = next(iter(stream.result.completions), None)
     if completion is None:
         return ""
     if completion.statistics is not None:
