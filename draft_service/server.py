@@ -1,6 +1,7 @@
 """`foredraft draft-server`: loads what drafts, serves it, drains and stops."""
 
 import asyncio
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from foredraft.serving.model_thread import ModelThread
 from foredraft.serving.server import Server, StartError
 from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from foredraft.validation import DRAFTER_VALUES
+
+logger = logging.getLogger(__name__)
 
 SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 # What a model with a long context gets unless more is asked for: memory is taken for all of it.
@@ -48,7 +51,11 @@ async def main(settings: DraftSettings) -> int:
         settings.listen, [SERVICE_NAME], grace_s=settings.grace_s, max_message_bytes=settings.max_message_bytes
     )
     await server.start()
-    draft = await start_draft(settings, server)
+    try:
+        draft = await start_draft(settings, server)
+    except StartError:
+        await server.stop()
+        raise
     await server.set_serving()
     exit_code = await server.wait()
     await draft.stop()
@@ -92,8 +99,9 @@ async def start_draft(settings: DraftSettings, server: Server) -> Draft:
     )
     scheduler = Scheduler(drafters, thread.wake)
     places = Places(settings.max_sessions)
+    identity = _identity(model, engine) if model is not None and engine is not None else None
     servicer = DraftServicer(
-        _identity(model, engine) if model is not None and engine is not None else None,
+        identity,
         model.vocabulary if model is not None else (),
         Offer(
             vocabulary_size=model.vocabulary_size if model is not None else None,
@@ -106,6 +114,7 @@ async def start_draft(settings: DraftSettings, server: Server) -> Draft:
     )
     server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer)
     thread.start()
+    _log(identity, threads)
     return Draft(engine, scheduler, places, servicer, thread)
 
 
@@ -139,4 +148,20 @@ def _identity(model: LoadedModel, engine: Engine) -> common_pb2.Model:
         parameter_count=model.parameter_count,
         batch_invariant=engine.batch_invariant,
         max_sessions=engine.max_sessions,
+    )
+
+
+def _log(identity: common_pb2.Model | None, threads: int) -> None:
+    if identity is None:
+        logger.info("drafting with n-grams of the text")
+        return
+    logger.info(
+        "drafting with %s: %.3g parameters in %s on %s with %d threads; %d sessions of %d tokens",
+        identity.name,
+        identity.parameter_count,
+        identity.dtype,
+        identity.device,
+        threads,
+        identity.max_sessions,
+        identity.context_length,
     )
