@@ -11,9 +11,7 @@ from foredraft.engine.loading import LoadedModel
 from foredraft.sampling.params import SamplingParams
 
 
-def generate(
-    target: LoadedModel, draft: LoadedModel, prompt: Sequence[int], params: SamplingParams, k: int
-) -> Result:
+def generate(target: LoadedModel, draft: LoadedModel, prompt: Sequence[int], params: SamplingParams, k: int) -> Result:
     """Generate with `target.generate(assistant_model=draft)`, `k` draft tokens per round; k = 0 is plain decoding.
 
     Random numbers are Transformers' own, so the output equals the services' only at temperature 0. Raises ValueError
@@ -23,7 +21,7 @@ def generate(
     ids = torch.tensor([list(prompt)], device=target.model.device)
     sampled = params.temperature > 0
     eos = [] if params.ignore_eos else list(target.eos_token_ids)
-    config = GenerationConfig(
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=sampled,
         temperature=params.temperature if sampled else None,
         top_k=(params.top_k or None) if sampled else None,
@@ -41,7 +39,7 @@ def generate(
         assistant.assistant_confidence_threshold = 0.0
     torch.manual_seed(params.seed % 2**63)
     started = time.perf_counter()
-    output = target.model.generate(
+    output = target.model.generate(  # type: ignore[operator]
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=config,

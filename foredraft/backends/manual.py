@@ -36,11 +36,17 @@ def generate(
 
     def scores(model: LoadedModel, draft_tokens: list[int]) -> Tensor:
         """[len(draft_tokens) + 1, V]: what follows the text and each of the draft tokens."""
-        ids = torch.tensor([text + draft_tokens], device=model.model.device)
-        logits = model.model(input_ids=ids, use_cache=False).logits[0, len(text) - 1 :]
+        rows = torch.tensor([text + draft_tokens], device=model.model.device)
+        logits = model.model(input_ids=rows, use_cache=False).logits[0, len(text) - 1 :]
         eos, size = target.eos_token_ids, target.vocabulary_size
         return warp(
-            logits, params, text=text, prompt_length=len(prompt), draft=draft_tokens, eos_token_ids=eos, vocabulary_size=size
+            logits,
+            params,
+            text=text,
+            prompt_length=len(prompt),
+            draft=draft_tokens,
+            eos_token_ids=eos,
+            vocabulary_size=size,
         )
 
     while True:
@@ -49,12 +55,14 @@ def generate(
         for position in range(len(text), min(len(text) + k, end - 1)):
             row = scores(draft, tokens)[-1:]
             if params.method is Method.COUPLED or params.temperature == 0:
-                token = int(draw(row, params, sample_index=sample_index, positions=[position])[0])
+                [token] = draw(row, params, sample_index=sample_index, positions=[position])
             else:
-                token, *q_row = propose(row[0], params, sample_index=sample_index, base=len(text), position=position)
-                q_rows.append(tuple(q_row))
+                token, ids, probs = propose(
+                    row[0], params, sample_index=sample_index, base=len(text), position=position
+                )
+                q_rows.append((ids, probs))
             tokens.append(token)
-        q = SparseQ(*map(torch.stack, zip(*q_rows, strict=True))) if q_rows else None
+        q = SparseQ.stack(q_rows) if q_rows else None
         verdict = verify(scores(target, tokens), tokens, q, params, sample_index=sample_index, base=len(text))
         emitted = [*tokens[: verdict.accepted], verdict.next_token]
         drafted += len(tokens)
