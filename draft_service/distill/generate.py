@@ -31,6 +31,7 @@ POOL = 4
 TEMPERATURES = (0.0, 0.7, 1.0)
 # Training text is drawn among so many tokens: a full row of noise costs more, and hardly ever draws another one.
 LIKELIEST = 64
+HELD_OUT_TOKENS = 128
 # Draws from logits [B, V], given which replies the rows are and the positions of the tokens drawn: int64 [B].
 Pick = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -175,14 +176,14 @@ class Writer:
         """Replies for measuring, kept as file `name`: drawn by coupled sampling with seed 0, reply i as sample i."""
         path = self._directory / f"{name}.safetensors"
         if not path.exists():
-            params = SamplingParams(temperature=temperature)
+            params, limit = SamplingParams(temperature=temperature), min(HELD_OUT_TOKENS, self._max_new_tokens)
             prompts = [render(self._tokenizer, conversation) for conversation in conversations]
             prompts = [prompt for prompt in prompts if len(prompt) <= self._max_prompt_tokens]
 
             def pick(logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
                 return coupled_draws(logits, params, rows, positions, self._target.vocabulary_size)
 
-            self._decode(prompts, torch.full((len(prompts),), temperature), pick, fewest=0).save(path)
+            self._decode(prompts, torch.full((len(prompts),), temperature), pick, limit, fewest=0).save(path)
         return Text.load(path)
 
     def _reply(self, conversations: Sequence[Conversation], seed: int) -> Text:
@@ -198,7 +199,7 @@ class Writer:
             return ids.cpu().gather(1, scores.argmax(-1, keepdim=True))[:, 0]
 
         # The last few rows would make small, slow batches: their replies end there.
-        return self._decode(prompts, temperatures, pick, fewest=len(prompts) // 6)
+        return self._decode(prompts, temperatures, pick, self._max_new_tokens, fewest=len(prompts) // 6)
 
     def _next_pool(self, prompts: Iterator[Conversation]) -> list[list[Conversation]]:
         # Batches of prompts of like length, in shuffled order: less padding.
@@ -224,22 +225,22 @@ class Writer:
         return found[: self._rows] or pool[0]
 
     @torch.inference_mode()
-    def _decode(self, prompts: list[list[int]], temperatures: Tensor, pick: Pick, fewest: int) -> Text:
-        """Replies until they end or are `max_new_tokens` long, or only `fewest` have not ended."""
+    def _decode(self, prompts: list[list[int]], temperatures: Tensor, pick: Pick, limit: int, fewest: int) -> Text:
+        """Replies until they end or are `limit` tokens long, or only `fewest` have not ended."""
         model, count = self._model, len(prompts)
         head = head_weight(model)
         model.set_attn_implementation(ATTENTION)
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         width = int(lengths.max())
-        cache = BatchCache(model, count, width + self._max_new_tokens)
+        cache = BatchCache(model, count, width + limit)
         hidden = self._read(prompts, cache)
-        tokens = torch.zeros(count, width + self._max_new_tokens, dtype=torch.int32)
+        tokens = torch.zeros(count, width + limit, dtype=torch.int32)
         for i, prompt in enumerate(prompts):
             tokens[i, : len(prompt)] = torch.tensor(prompt)
         rows, ends = torch.arange(count), lengths.clone()
         steps: list[tuple[Tensor, Tensor]] = []
         eos = torch.tensor(self._target.eos_token_ids)
-        for _ in range(self._max_new_tokens):
+        for _ in range(limit):
             logits = functional.linear(hidden, head).float()
             drawn = pick(logits, rows, ends[rows])
             steps.append((rows, hidden.half().cpu()))

@@ -25,7 +25,6 @@ from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel, load
 
 HELD_OUT_TEMPERATURES = (0.0, 0.7)
-HELD_OUT_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def _distill(target: str, output: Path, options: Options, console: Console) -> P
         measured = [_held_out(writer, loaded, held_out, temperature, progress) for temperature in HELD_OUT_TEMPERATURES]
         shards = list(_text(writer, prompts, options.tokens, progress))
         head_ids = _head(output, shards, options, loaded, console)
-        trainer = _train(draft, head_ids, shards, measured, loaded, output, options, progress)
+        trainer = _train(draft, head_ids, measured, loaded, output, options, progress)
     stored(draft, head_ids, layers, loaded).save(output / "draft")
     # What is measured is what was stored: weights rounded to bfloat16.
     result = Stored.read(output / "draft")
@@ -161,7 +160,6 @@ def _head(output: Path, shards: Iterable[Path], options: Options, target: Loaded
 def _train(
     draft: PreTrainedModel,
     head_ids: Tensor,
-    shards: list[Path],
     measured: list[Text],
     target: LoadedModel,
     output: Path,
@@ -176,7 +174,7 @@ def _train(
 
     trainer = Trainer(draft, head_ids, output, options.recipe, score, save_every=options.save_every)
     task = progress.add_task("training, steps", total=options.recipe.steps, completed=trainer.step)
-    for loss in trainer.run(lambda: shards):
+    for loss in trainer.run(lambda: sorted((output / "text").glob("shard-*.safetensors"))):
         progress.update(
             task, completed=trainer.step, description=f"training, steps (loss {loss:.3f}, {_last(trainer)})"
         )

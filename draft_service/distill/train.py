@@ -223,7 +223,9 @@ class Trainer:
             return
         content: dict[str, Any] = torch.load(path, map_location=self.draft.device, weights_only=True)
         names = {name: value.shape for name, value in content["weights"].items()}
-        if content["recipe"] != asdict(self._recipe) or names != {n: v.shape for n, v in self._parameters.items()}:
+        # More or fewer steps are all right: the rest of the schedule is stretched.
+        recipe = {**content["recipe"], "steps": self._recipe.steps}
+        if recipe != asdict(self._recipe) or names != {n: v.shape for n, v in self._parameters.items()}:
             raise ModelError(
                 f"{path} was made with other options; give the same ones to resume, or another output directory"
             )
