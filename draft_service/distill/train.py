@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from draft_service.distill.files import write_whole
@@ -32,7 +31,6 @@ class Recipe:
     warmup: float = 0.03
     weight_decay: float = 0.01
     loss: str = "kl"
-    hidden_weight: float = 0.0
     seed: int = 0
 
 
@@ -107,14 +105,11 @@ def loss(hidden: Tensor, batch: Batch, head: Tensor, recipe: Recipe) -> Tensor:
     """
     logits = hidden @ head.T
     with torch.no_grad():
-        teacher = batch.hidden.to(hidden)
-        p = (teacher @ head.T).softmax(-1)
+        p = (batch.hidden.to(hidden) @ head.T).softmax(-1)
     if recipe.loss == "tv":
-        distance = 0.5 * (p - logits.softmax(-1)).abs().sum(-1).mean()
-    else:
-        # Kullback-Leibler divergence but for the target's entropy, which does not depend on the draft.
-        distance = (logits.logsumexp(-1) - (p * logits).sum(-1)).mean()
-    return distance + recipe.hidden_weight * functional.smooth_l1_loss(hidden, teacher)
+        return 0.5 * (p - logits.softmax(-1)).abs().sum(-1).mean()
+    # The Kullback-Leibler divergence but for the target's entropy, which does not depend on the draft.
+    return (logits.logsumexp(-1) - (p * logits).sum(-1)).mean()
 
 
 def rate(step: int, recipe: Recipe) -> float:

@@ -18,7 +18,6 @@ Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
 BatchTokens = Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens of a training step.")]
 LearningRate = Annotated[float, typer.Option("--learning-rate", min=0.0, help="The highest learning rate.")]
 Loss = Annotated[str, typer.Option("--loss", help="kl, or tv: half the sum of the differences of probabilities.")]
-HiddenWeight = Annotated[float, typer.Option("--hidden-weight", min=0.0, help="Weight of the states' distance.")]
 Prompts = Annotated[Path | None, typer.Option("--prompts", help="Prompts, one a line, in place of those built in.")]
 Start = Annotated[Path | None, typer.Option("--start", help="A stored draft to train on, in place of a pruned target.")]
 Rows = Annotated[int, typer.Option("--rows", min=1, help="Replies written side by side.")]
@@ -37,7 +36,6 @@ def distill(
     batch_tokens: BatchTokens = 2048,
     learning_rate: LearningRate = 1e-3,
     loss: Loss = "kl",
-    hidden_weight: HiddenWeight = 0.0,
     prompts: Prompts = None,
     start: Start = None,
     rows: Rows = 192,
@@ -57,7 +55,7 @@ def distill(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    recipe = Recipe(steps, batch_tokens, learning_rate, loss=loss, hidden_weight=hidden_weight, seed=seed)
+    recipe = Recipe(steps, batch_tokens, learning_rate, loss=loss, seed=seed)
     options = Options(
         layers=which(layers),
         head_size=head_size,
