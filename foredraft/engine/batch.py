@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foredraft.engine.attention import Plan, Segment, missing_rows, round_length
+from foredraft.engine.attention import Plan, Segment, round_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +110,16 @@ class Batch:
             Segment(start, len(self.token_ids), slot.index, 0, length, prefixes, slot.paths[base:], positions)
         )
 
-    def inputs(self, columns: Tensor, scrap_row: int) -> Inputs:
-        """The tensors, on the device of `columns`, with tokens and wanted rows padded to rounded counts."""
-        missing = [0] * missing_rows(len(self.token_ids))
+    def inputs(self, columns: Tensor, scrap_row: int, row_step: int) -> Inputs:
+        """The tensors, on the device of `columns`, with tokens and wanted rows padded to multiples of `row_step`."""
+        missing = [0] * (-len(self.token_ids) % row_step)
         destinations = self.destinations + [scrap_row] * len(missing)
         tokens = torch.tensor([self.token_ids + missing, self.positions + missing, destinations], device=columns.device)
-        keep = self.keep + self.keep[-1:] * missing_rows(len(self.keep))
+        keep = self.keep + self.keep[-1:] * (-len(self.keep) % row_step)
         return Inputs(
             token_ids=tokens[0],
             positions=tokens[1],
             destinations=tokens[2],
             keep=torch.tensor(keep, dtype=torch.int64, device=columns.device),
-            plan=Plan(self.segments, tokens[1], columns, self.tree_size),
+            plan=Plan(self.segments, tokens[1], columns, self.tree_size, row_step),
         )

@@ -4,7 +4,6 @@ import inspect
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from foredraft.engine.errors import ModelError
 
@@ -41,19 +40,37 @@ def check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model._is_stateful:
         raise ModelError(f"{name} carries a recurrent state, which cannot be rolled back; use an attention-only model")
-    text_config = model.config.get_text_config(decoder=True)
-    layer_types = set(get_layer_types_and_kwargs(text_config)[0])
-    if not layer_types <= LAYER_TYPES:
-        unsupported = ", ".join(sorted(layer_types - LAYER_TYPES))
-        raise ModelError(f"{name} has layers of type {unsupported}; only full and sliding attention are served")
+    unsupported = set(_layer_types(model)) - LAYER_TYPES
+    if unsupported:
+        raise ModelError(
+            f"{name} has layers of type {', '.join(sorted(unsupported))}; only full and sliding attention are served"
+        )
     parameters = inspect.signature(model.forward).parameters
     missing = {"position_ids", "logits_to_keep"} - parameters.keys()
     if not parameters.keys() & {"cache", "past_key_values"}:
         missing.add("cache")
     if missing:
         raise ModelError(f"the forward of {name} has no {', '.join(sorted(missing))}, which slots need")
-    if getattr(text_config, "max_position_embeddings", None) is None:
+    if getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) is None:
         raise ModelError(f"{name} states no max_position_embeddings, so its context length is not known")
+
+
+def layer_windows(model: PreTrainedModel) -> list[int | None]:
+    """The sliding window of each layer in tokens, None for full attention."""
+    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    return [window if layer_type == "sliding_attention" else None for layer_type in _layer_types(model)]
+
+
+def _layer_types(model: PreTrainedModel) -> list[str]:
+    config = model.config.get_text_config(decoder=True)
+    stated: list[str] | None = getattr(config, "layer_types", None)
+    if stated is not None:
+        return stated
+    if getattr(config, "attention_chunk_size", None) is not None:
+        same = "chunked_attention"
+    else:
+        same = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    return [same] * config.num_hidden_layers
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 
-from foredraft.engine.attention import IMPLEMENTATION, round_length
+from foredraft.engine.attention import IMPLEMENTATION, round_length, row_step
 from foredraft.engine.batch import Batch, Inputs, Node, Row, Slot
-from foredraft.engine.compatibility import embedding_rows
+from foredraft.engine.compatibility import embedding_rows, layer_windows
 from foredraft.engine.errors import ModelError, NoFreeSlot
 from foredraft.engine.memory import check_memory
 from foredraft.engine.selftest import check_logits, measure_batch_invariance
@@ -47,6 +46,7 @@ class Engine:
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         model.train(False)
         model.set_attn_implementation(IMPLEMENTATION)
+        self._row_step = row_step(model.dtype)
         self._stride = tree_size + round_length(max_model_len)
         self._columns = torch.arange(round_length(max_model_len), device=self.device)
         self._cache = self._allocate()
@@ -150,7 +150,7 @@ class Engine:
             for row in rows:
                 self._check_row(row)
                 batch.add(row)
-            logits = self._run(batch.inputs(self._columns, self._cache.scrap_row), self._cache)
+            logits = self._run(batch.inputs(self._columns, self._cache.scrap_row, self._row_step), self._cache)
         self.forwards += 1
         self.computed_tokens += len(batch.token_ids)
         counts = [len(row.want) for row in rows]
@@ -172,17 +172,16 @@ class Engine:
     @torch.inference_mode()
     def _allocate(self) -> SlotCache:
         """Learns the shapes from a forward on a single slot, checks the arithmetic, and takes the memory."""
-        layer_types, layer_options = get_layer_types_and_kwargs(self.model.config.get_text_config(decoder=True))
-        trial = SlotCache(len(layer_types), 1, self._stride)
+        windows = layer_windows(self.model)
+        trial = SlotCache(len(windows), 1, self._stride)
         batch = Batch(self.tree_size, self._stride)
         batch.add(Row(Slot(0), [0], want=[0]))
-        inputs = batch.inputs(self._columns, trial.scrap_row)
+        inputs = batch.inputs(self._columns, trial.scrap_row, self._row_step)
         name = type(self.model).__name__
         try:
             self._run(inputs, trial)
         except Exception as error:  # whatever a model that was not made for this may raise
             raise ModelError(f"{name} does not run on slots: {error}") from error
-        windows = [options.get("sliding_window") for options in layer_options]
         if inputs.plan.windows != windows:
             raise ModelError(f"{name} does not tell its attention about its sliding windows, so it cannot be served")
         check_memory(
@@ -192,7 +191,7 @@ class Engine:
             bytes_per_row=trial.bytes_per_row,
             device=self.device,
         )
-        cache = SlotCache(len(layer_types), self.max_sessions, self._stride)
+        cache = SlotCache(len(windows), self.max_sessions, self._stride)
         for layer, shape in zip(cache.slot_layers, trial.slot_layers, strict=True):
             layer.lazy_initialization(shape.slot_keys, shape.slot_values)
         return cache

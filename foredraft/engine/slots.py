@@ -54,8 +54,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         return self.cache.stride
 
-    get_max_cache_shape = get_max_length  # its name before Transformers 5.20
-
 
 class SlotCache(Cache):
     """The cache handed to the model. `destinations` [tokens] int64 says which row each token of a forward goes to."""

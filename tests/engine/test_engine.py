@@ -235,6 +235,18 @@ def test_an_ended_session_cannot_touch_its_successor() -> None:
             use()
 
 
+@pytest.mark.parametrize("max_sessions", [1, 2, 3])
+def test_the_smallest_engine_serves_and_smaller_ones_are_refused(max_sessions: int) -> None:
+    engine = Engine(tiny.model(), max_model_len=8, max_sessions=max_sessions, tree_size=3)
+    text = list(range(8))
+    (logits,) = engine.forward([Row(engine.open(text), text, [7])])
+    assert (logits[0] - plain(tiny.model(), text)[-1]).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="max_model_len is 7; it must be at least 8"):
+        Engine(tiny.model(), max_model_len=7, max_sessions=1)
+    with pytest.raises(ValueError, match="max_sessions is 0"):
+        Engine(tiny.model(), max_model_len=8, max_sessions=0)
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     engine = Engine(tiny.model(), max_model_len=32, max_sessions=2, tree_size=4)
     slot, other = engine.open([1, 2, 3]), engine.open([4])
