@@ -23,7 +23,7 @@ from foredraft.serving.errors import unavailable
 from foredraft.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 from orchestrator.backends import Backends
 from orchestrator.draft import DraftSession, Proposal
-from orchestrator.draft_length import DraftLength
+from orchestrator.draft_length import DraftLength, History
 from orchestrator.target import Metadata, TargetSession, TimedVerdict, is_lost
 
 # Emissions that a slow reader may leave unread before the loop waits for it.
@@ -34,10 +34,14 @@ NOTHING = Proposal([])
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """What one verdict adds to the output. `finish_reason` is FINISH_REASON_UNSPECIFIED while the sample goes on."""
+    """What one verdict adds to the output; `proposed` draft tokens were verified for it.
+
+    `finish_reason` is FINISH_REASON_UNSPECIFIED while the sample goes on.
+    """
 
     token_ids: list[int]
     drafted: list[bool]
+    proposed: int
     logprobs: list[common_pb2.TokenLogprobs]
     finish_reason: common_pb2.FinishReason
     stop_token_id: int | None
@@ -70,6 +74,7 @@ class _Sample:
     context_length: int
     text: list[int]
     draft_refused: bool = False
+    last_verdict: float | None = None
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -94,12 +99,15 @@ class _Sample:
         else:
             drafted = verdict.accepted  # What follows the end of the text was not verified.
         self.text += tokens
-        self.length.observe(drafted, verdict.accepted)
+        now = time.perf_counter()
+        self.length.observe(drafted, verdict.accepted, None if self.last_verdict is None else now - self.last_verdict)
+        self.last_verdict = now
         self._count(timed, drafted)
         stopped_by_token = verdict.finish_reason in (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN)
         return Emission(
             token_ids=tokens,
             drafted=[i < verdict.accepted for i in range(len(tokens))],
+            proposed=drafted,
             logprobs=list(verdict.logprobs),
             finish_reason=verdict.finish_reason,
             stop_token_id=tokens[-1] if stopped_by_token else None,
@@ -132,6 +140,7 @@ class Decoder:
     def __init__(self, backends: Backends, settings: OrchestratorSettings) -> None:
         self._backends = backends
         self._settings = settings
+        self._histories: dict[tuple[generation_pb2.Mode, common_pb2.Drafter], History] = {}
 
     async def decode(
         self, request: DecodeRequest, statistics: generation_pb2.SpeculationStatistics
@@ -155,10 +164,10 @@ class Decoder:
                 await task
 
     def _sample(self, request: DecodeRequest, statistics: generation_pb2.SpeculationStatistics) -> _Sample:
-        fixed = request.draft_tokens is not None
         length = DraftLength(
             limit=request.max_draft_tokens if request.draft_tokens is None else request.draft_tokens,
-            fixed=fixed,
+            history=self._histories.setdefault((request.mode, request.drafter), History()),
+            fixed=request.draft_tokens is not None,
             target_accept_rate=self._settings.target_accept_rate,
         )
         statistics.mode = request.mode
@@ -186,6 +195,7 @@ class Decoder:
 
     async def _speculate(self, sample: _Sample, emissions: asyncio.Queue[Emission | Exception | None]) -> None:
         """The decode loop, from the text so far to the end of the sample or of the target's session."""
+        sample.last_verdict = None
         target = TargetSession(self._backends.target, timeout=sample.timeout(), metadata=sample.metadata())
         verdict_task = asyncio.create_task(target.open(self._open_target(sample)))
         draft = self._open_draft(sample)  # Both read the prompt at the same time.

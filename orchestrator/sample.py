@@ -36,7 +36,7 @@ class Sample:
                 text += self._text.finish()
         if self._text.stop_string is not None:
             self.finish_reason, self._stop_token_id = common_pb2.FINISH_REASON_STOP_STRING, None
-            self._uncount(emission.drafted, count)
+            self._uncount(emission, count)
         self._token_count += count
         return generation_pb2.Chunk(
             sample_index=self._index,
@@ -59,11 +59,11 @@ class Sample:
             statistics=self.statistics,
         )
 
-    def _uncount(self, drafted: list[bool], count: int) -> None:
-        """Take accepted draft tokens after the first `count` tokens of the round, which are no output, out again."""
-        statistics = self.statistics
-        for position in range(sum(drafted[:count]), sum(drafted)):
+    def _uncount(self, emission: Emission, count: int) -> None:
+        """Take the round's draft tokens after its first `count` output tokens out of the statistics again."""
+        statistics, accepted = self.statistics, sum(emission.drafted)
+        for position in range(min(count, accepted), emission.proposed):
             statistics.drafted -= 1
-            statistics.accepted -= 1
             statistics.drafted_per_position[position] -= 1
-            statistics.accepted_per_position[position] -= 1
+            statistics.accepted -= position < accepted
+            statistics.accepted_per_position[position] -= position < accepted

@@ -15,6 +15,7 @@ from tests.e2e.conftest import CONTEXT, Tiny
 from tests.e2e.processes import Server
 
 LONG = {"max_new_tokens": 200, "temperature": 0.7, "seed": 5, "ignore_eos": True}
+SHORT = {"max_new_tokens": 20, "seed": 1, "ignore_eos": True, "draft_tokens": 2}
 
 
 class Own:
@@ -84,7 +85,7 @@ async def test_draft_that_goes_leaves_the_same_text_decoded_plainly(
     orchestrator = own.orchestrator(stacks.target, draft, draft_timeout_s=0.3)
     draft.wait_ready()
     orchestrator.wait_ready()
-    result = await interrupted(orchestrator.address, lambda: draft.process.send_signal(blow), max_draft_tokens=1)
+    result = await interrupted(orchestrator.address, lambda: draft.process.send_signal(blow), draft_tokens=1)
     completion = result.completions[0]
     assert completion.token_ids == await undisturbed(stacks)
     assert completion.statistics.plain_rounds > 0
@@ -99,14 +100,14 @@ async def test_speculation_comes_back_with_the_draft(stacks: Tiny, own: Own) -> 
     orchestrator.wait_ready()
     draft.process.kill()
     async with AsyncClient(orchestrator.address) as client:
-        without = await client.generate("Once", max_new_tokens=20, seed=1, ignore_eos=True)
+        without = await client.generate("Once", **SHORT)
         assert without.completions[0].statistics.drafted == 0
         own.servers.append(again := _restart(stacks, draft))
         again.wait_ready()
         async with asyncio.timeout(20):
             while (await client.get_model()).degraded_reason:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        with_draft = await client.generate("Once", max_new_tokens=20, seed=1, ignore_eos=True)
+        with_draft = await client.generate("Once", **SHORT)
     assert with_draft.completions[0].statistics.accepted > 0
     assert with_draft.completions[0].token_ids == without.completions[0].token_ids
 
@@ -149,7 +150,7 @@ async def test_a_client_that_leaves_frees_its_sessions_within_a_second(stacks: T
     # Target and draft have one session each: the next request is served with speculation only if both are free.
     await asyncio.sleep(1)
     async with AsyncClient(orchestrator.address) as other:
-        result = await other.generate("Once", max_new_tokens=20, seed=1, ignore_eos=True, timeout=5)
+        result = await other.generate("Once", timeout=5, **SHORT)
     assert result.completions[0].statistics.drafted > 0
     await client.close()
 

@@ -51,7 +51,7 @@ def request(mode: generation_pb2.Mode, count: int) -> DecodeRequest:
         logprobs=None,
         mode=mode,
         drafter=common_pb2.DRAFTER_UNSPECIFIED,
-        draft_tokens=None,
+        draft_tokens=4,
         max_draft_tokens=4,
     )
 
