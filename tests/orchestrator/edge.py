@@ -49,6 +49,7 @@ def emission(
     return Emission(
         token_ids=token_ids,
         drafted=[i < accepted for i in range(len(token_ids))],
+        proposed=accepted,
         logprobs=[common_pb2.TokenLogprobs(chosen=common_pb2.Logprob(token_id=t)) for t in token_ids if logprobs],
         finish_reason=finish,
         stop_token_id=token_ids[-1] if stops else None,
