@@ -40,6 +40,7 @@ PARAMETERS = {
     "greedy": SamplingParams(temperature=0.0, max_new_tokens=100),
     "warped": WARPED,
     "greedy warped": replace(WARPED, temperature=0.0),
+    "minimum length": SamplingParams(seed=7, max_new_tokens=100, min_new_tokens=6, logit_bias={EOS: 9.0}),
     "rejection": SamplingParams(temperature=0.8, seed=7, max_new_tokens=100, method=Method.REJECTION, q_support=16),
     "block warped": replace(WARPED, method=Method.BLOCK, q_support=8),
     "greedy rejection": SamplingParams(temperature=0.0, max_new_tokens=100, method=Method.REJECTION),
