@@ -14,15 +14,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
 
 from foredraft.speculative_config import BLOCKS, suggest, translate
 from foredraft.speculative_config import ConfigError as ConfigError
 
 ENV_PREFIX = "FOREDRAFT_"
 # Names in the environment that are no options of a service.
-OTHER_VARIABLES = frozenset({"FOREDRAFT_CONFIG", "FOREDRAFT_CACHE", "FOREDRAFT_ADDRESS"})
+OTHER_VARIABLES = frozenset({"FOREDRAFT_CACHE", "FOREDRAFT_ADDRESS"})
 # Kubernetes describes every Service to every container; one named foredraft-... makes such variables.
 KUBERNETES_VARIABLE = re.compile(
     r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -46,7 +53,7 @@ Mode = Literal["plain", "sequential", "overlapped"]
 
 
 class Settings(BaseModel):
-    """What every service has."""
+    """What every service has. Made directly, it reads no environment: that is what `load` is for."""
 
     # A field whose option name differs from the attribute (`listen` of the target) has it as its alias.
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
@@ -168,69 +175,76 @@ OPTIONS = options(*SERVICES)
 SCHEMAS = [service.model_json_schema() for service in SERVICES]
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file is an empty mapping."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"{path} must be a mapping from option names to values, such as `max_draft_tokens: 4`")
-    return content
-
-
-def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Options among the FOREDRAFT_* variables, empty ones left out; raises ConfigError for one that is not known."""
+def checked(layer: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The options of one source, its blocks translated; raises ConfigError for one that is not known."""
     known = [*OPTIONS, *BLOCKS]
-    layer: dict[str, Any] = {}
-    for variable, text in environment.items():
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        if (
-            not variable.startswith(ENV_PREFIX)
-            or variable in OTHER_VARIABLES
-            or KUBERNETES_VARIABLE.fullmatch(variable)
-        ):
-            continue
+    for name in layer:
         if name not in known:
-            hint = suggest(name, known, spell=lambda near: ENV_PREFIX + near.upper())
-            raise ConfigError(f"unknown environment variable {variable}{hint}")
-        if text:
-            layer[name] = text
-    return layer
+            raise ConfigError(f"{source}: unknown option {name}{suggest(str(name), known)}")
+    return translate(layer, source)
 
 
-def collect(
-    flags: Mapping[str, Any], config: Path | None = None, environment: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
+class Environment(EnvSettingsSource):
+    """The FOREDRAFT_* variables; raises ConfigError for one that is not known, which pydantic-settings ignores."""
+
+    def __call__(self) -> dict[str, Any]:
+        names = {v: v.removeprefix(ENV_PREFIX).lower() for v in os.environ if v.startswith(ENV_PREFIX)}
+        known = self.settings_cls.model_fields
+        for variable, name in names.items():
+            if name not in known and variable not in OTHER_VARIABLES and not KUBERNETES_VARIABLE.fullmatch(variable):
+                hint = suggest(name, known, spell=lambda near: ENV_PREFIX + near.upper())
+                raise ConfigError(f"unknown environment variable {variable}{hint}")
+        return translate({n: v for n, v in super().__call__().items() if n in names.values()}, "environment")
+
+
+class YamlFile(YamlConfigSettingsSource):
+    """The file that a flag or variable names; raises ConfigError if it is missing, which pydantic-settings ignores."""
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config")
+        try:
+            content = self._read_file(Path(path)) if path else {}
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not YAML: {error}") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path} must be a mapping from option names to values, such as `max_draft_tokens: 4`")
+        return checked(content, str(path))
+
+
+class Sources(BaseSettings):
+    """What flags, environment and YAML file give, the strongest first; the services check the values."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags over environment over file."""
+        return init_settings, Environment(settings_cls), YamlFile(settings_cls)
+
+
+FIELDS: dict[str, Any] = dict.fromkeys(["config", *OPTIONS, *BLOCKS], (Any, None))
+Layers = create_model("Layers", __base__=Sources, **FIELDS)
+
+
+def collect(flags: Mapping[str, Any], config: Path | None = None) -> dict[str, Any]:
     """All options that were given, by name, the strongest source winning; raises ConfigError.
 
     `flags` maps option names to values, None for flags that were not given; `config`, else FOREDRAFT_CONFIG, is a YAML
     file. The text "null" is None, as in YAML.
     """
-    path = config or (Path(environment["FOREDRAFT_CONFIG"]) if environment.get("FOREDRAFT_CONFIG") else None)
-    layers = {
-        str(path): read_yaml(path) if path else {},
-        "environment": read_environment(environment),
-        "command line": {name: value for name, value in flags.items() if value is not None},
-    }
-    values: dict[str, Any] = {}
-    for source, layer in layers.items():
-        for name in layer:
-            if name not in OPTIONS and name not in BLOCKS:
-                raise ConfigError(f"{source}: unknown option {name}{suggest(name, [*OPTIONS, *BLOCKS])}")
-        values |= translate(layer, source)
-    return {name: None if value == "null" else value for name, value in values.items()}
+    given = checked({name: value for name, value in flags.items() if value is not None}, "command line")
+    layers = Layers(**given, **({"config": config} if config else {}))
+    return {n: None if v == "null" else v for n, v in layers.model_dump(exclude_unset=True, exclude={"config"}).items()}
 
 
 def build(service: type[S], values: Mapping[str, Any]) -> S:
     """The settings of one service out of options that may belong to any; raises ConfigError with every problem."""
-    mine = options(service)
     try:
-        return service.model_validate({name: value for name, value in values.items() if name in mine})
+        return service.model_validate(values, extra="ignore", by_alias=True, by_name=False)
     except ValidationError as error:
         raise ConfigError("\n".join(describe(problem) for problem in error.errors())) from None
 
@@ -246,14 +260,9 @@ def describe(problem: Mapping[str, Any]) -> str:
     return f"{name}: {message[0].lower()}{message[1:]}, not {problem['input']!r}"
 
 
-def load(
-    service: type[S],
-    flags: Mapping[str, Any] | None = None,
-    config: Path | None = None,
-    environment: Mapping[str, str] = os.environ,
-) -> S:
+def load(service: type[S], flags: Mapping[str, Any], config: Path | None = None) -> S:
     """The settings of one service; see `collect`. Raises ConfigError."""
-    return build(service, collect(flags or {}, config, environment))
+    return build(service, collect(flags, config))
 
 
 def value_kind(name: str) -> str:

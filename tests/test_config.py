@@ -1,9 +1,12 @@
 """One set of options for flags, environment, YAML file and README."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -12,9 +15,10 @@ from foredraft.config import (
     ConfigError,
     DraftSettings,
     OrchestratorSettings,
+    S,
     TargetSettings,
+    build,
     collect,
-    load,
     markdown_table,
 )
 
@@ -25,6 +29,17 @@ def write(directory: Path, text: str) -> Path:
     file = directory / "foredraft.yaml"
     file.write_text(text)
     return file
+
+
+def gather(flags: Mapping[str, object], config: Path | None, environment: dict[str, str]) -> dict[str, object]:
+    """What `collect` returns when the process has this environment."""
+    with mock.patch.dict(os.environ, environment, clear=True):
+        return collect(flags, config)
+
+
+def load(service: type[S], flags: Mapping[str, object], config: Path | None, environment: dict[str, str]) -> S:
+    """What `foredraft.config.load` returns when the process has this environment."""
+    return build(service, gather(flags, config, environment))
 
 
 def refused(flags: dict[str, object], environment: dict[str, str] | None = None, config: Path | None = None) -> str:
@@ -105,7 +120,7 @@ def test_variables_that_kubernetes_sets_for_services_are_ignored() -> None:
         "FOREDRAFT_PORT": "tcp://10.0.0.1:50051",
         "FOREDRAFT_CACHE": "/cache",
     }
-    assert collect({}, None, environment) == {}
+    assert gather({}, None, environment) == {}
 
 
 def test_out_of_range_values_are_named_with_their_limit() -> None:
