@@ -6,7 +6,7 @@ shards that are missing. Every shard follows from (seed, shard number) and from 
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -287,6 +287,21 @@ class Writer:
         cache.length += ids.shape[1]
         hidden: Tensor = output.last_hidden_state[:, -1]
         return hidden
+
+
+@torch.inference_mode()
+def token_counts(texts: Iterable[Text], head: Tensor, stride: int = 8) -> Tensor:
+    """How often every token occurs in the replies, or may: float64 [V].
+
+    Little text says little about rare tokens, so what the target might have written instead counts as well: its
+    distributions at every `stride`-th place are added, `stride`-fold. `head` is [V, H].
+    """
+    counts = torch.zeros(len(head), dtype=torch.float64)
+    for text in texts:
+        counts += torch.bincount(torch.cat(text.replies()).long(), minlength=len(head))
+        for hidden in torch.split(text.hidden[::stride], 512):
+            counts += stride * (hidden.to(head) @ head.T).softmax(-1).sum(0).double().cpu()
+    return counts
 
 
 def coupled_draws(

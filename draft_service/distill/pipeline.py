@@ -16,15 +16,17 @@ from transformers import PreTrainedModel
 
 from draft_service.distill import report
 from draft_service.distill.files import write_whole
-from draft_service.distill.generate import Text, Writer
+from draft_service.distill.generate import Text, Writer, token_counts
 from draft_service.distill.prompts import HELD_OUT, Conversation, built_in, from_file
-from draft_service.distill.prune import coverage, frequent_tokens, head_weight, layer_list, pick_layers, prune
+from draft_service.distill.prune import frequent_tokens, head_weight, layer_list, pick_layers, prune
 from draft_service.distill.stored import HEAD_IDS, Stored, stored, write_model
 from draft_service.distill.train import Recipe, Trainer, states
 from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel, load
 
 HELD_OUT_TEMPERATURES = (0.0, 0.7)
+# What a smaller or larger head would know is reported.
+HEAD_SIZES = (2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Options:
     prompts: Path | None = None
     start: Path | None = None
     recipe: Recipe = Recipe()  # noqa: RUF009
-    save_every: int = 100
+    save_every: int = 200
     device: str = "auto"
     seed: int = 0
 
@@ -73,7 +75,7 @@ def _distill(target: str, output: Path, options: Options, console: Console) -> P
     with _progress(console) as progress:
         measured = [_held_out(writer, loaded, held_out, temperature, progress) for temperature in HELD_OUT_TEMPERATURES]
         shards = list(_text(writer, prompts, options.tokens, progress))
-        head_ids = _head(output, shards, options, loaded, console)
+        head_ids = _head(output, shards, measured, options, loaded, console)
         trainer = _train(draft, head_ids, measured, loaded, output, options, progress)
     stored(draft, head_ids, layers, loaded).save(output / "draft")
     # What is measured is what was stored: weights rounded to bfloat16.
@@ -142,18 +144,26 @@ def _text(writer: Writer, prompts: Iterator[Conversation], tokens: int, progress
             return
 
 
-def _head(output: Path, shards: Iterable[Path], options: Options, target: LoadedModel, console: Console) -> Tensor:
+def _head(
+    output: Path,
+    shards: Iterable[Path],
+    measured: list[Text],
+    options: Options,
+    target: LoadedModel,
+    console: Console,
+) -> Tensor:
     """The head's token ids, chosen once: a resumed run must not change them."""
     path = output / "head.safetensors"
     if options.start is not None:
         return Stored.read(options.start).head_ids.long()
     if not path.exists():
-        tokens = torch.cat([reply for shard in shards for reply in Text.load(shard).replies()])
-        rows = len(head_weight(target.model))
-        ids = frequent_tokens(tokens, options.head_size, target.eos_token_ids, rows)
-        for size, part in coverage(tokens, [s for s in (1024, 2048, 4096, 8192, 16384) if s < rows], rows).items():
-            console.print(f"the {size} most frequent tokens are {part:.2%} of the text")
-        write_whole(path, save({HEAD_IDS: ids}))
+        counts = token_counts(map(Text.load, shards), head_weight(target.model).detach())
+        tokens = torch.cat([reply for text in measured for reply in text.replies()])
+        for size in sorted({options.head_size, *HEAD_SIZES}):
+            listed = frequent_tokens(counts, size, target.eos_token_ids)
+            part = torch.isin(tokens, listed).double().mean()
+            console.print(f"a head of {len(listed)} tokens knows {part:.2%} of the held-out replies")
+        write_whole(path, save({HEAD_IDS: frequent_tokens(counts, options.head_size, target.eos_token_ids)}))
     return load_file(path)[HEAD_IDS]
 
 

@@ -86,19 +86,10 @@ def head_weight(model: PreTrainedModel) -> Tensor:
     return head.weight
 
 
-def frequent_tokens(tokens: Tensor, size: int, always: Sequence[int], rows: int) -> Tensor:
-    """The `size` ids of the most frequent of `tokens` [n], and `always`, in rising order: int64 [size].
-
-    Where not so many different tokens occur, those with the lowest ids fill up: a tokenizer learns them first.
-    """
-    size = min(size, rows)
-    counts = torch.bincount(tokens.long(), minlength=rows).double()
+def frequent_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
+    """The `size` ids with the greatest `counts` [V], `always` among them, in rising order: int64 [size]."""
+    counts = counts.double().clone()
     counts[list(always)] = torch.inf
-    counts -= torch.arange(rows) / (2.0 * rows)
-    return counts.topk(size).indices.sort().values
-
-
-def coverage(tokens: Tensor, sizes: Sequence[int], rows: int) -> dict[int, float]:
-    """For each head size the fraction of `tokens` [n] among that many most frequent ones."""
-    counts = torch.bincount(tokens.long(), minlength=rows).sort(descending=True).values
-    return {size: float(counts[:size].sum() / counts.sum()) for size in sizes}
+    # Of tokens that never occur the lowest ids: tokenizers learn frequent tokens first.
+    counts -= torch.arange(len(counts)) / (2.0 * len(counts))
+    return counts.topk(min(size, len(counts))).indices.sort().values

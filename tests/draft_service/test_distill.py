@@ -279,9 +279,9 @@ def test_follow_ups_contain_the_reply() -> None:
 
 
 def test_frequent_tokens_hold_what_must_be_held() -> None:
-    tokens = torch.tensor([5, 5, 5, 7, 7, 9])
-    assert frequent_tokens(tokens, 3, always=[2], rows=10).tolist() == [2, 5, 7]
-    assert frequent_tokens(tokens, 6, always=[2], rows=10).tolist() == [0, 1, 2, 5, 7, 9]
+    counts = torch.tensor([0, 0, 0, 0, 0, 3, 0, 2, 0, 1])
+    assert frequent_tokens(counts, 3, always=[2]).tolist() == [2, 5, 7]
+    assert frequent_tokens(counts, 6, always=[2]).tolist() == [0, 1, 2, 5, 7, 9]
 
 
 def test_rounds_replay_a_reply_as_decoding_would() -> None:
