@@ -11,6 +11,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -93,21 +94,15 @@ def check_sha256(file: Path, expected: str) -> None:
 def convert(gguf: Path, directory: Path) -> None:
     """Write model, tokenizer and chat template of a GGUF file as a Transformers directory in float32."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # from_pretrained would do, but insists on the accelerate package for GGUF files.
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    checkpoint = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)  # type: ignore[no-untyped-call]
-    missing, unexpected = model.load_state_dict(checkpoint["tensors"], strict=False, assign=True)
-    if unexpected or set(missing) - {"lm_head.weight"}:
-        raise DefaultModelError(f"{gguf.name} does not fit its model: missing {missing}, unexpected {unexpected}")
-    model.tie_weights()
-    model.generation_config = GenerationConfig.from_model_config(config)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The weights are plain numbers now; saving would otherwise mark them as quantised.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(directory)
-
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
     check_conversion(directory)
 
