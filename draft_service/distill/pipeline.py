@@ -184,15 +184,14 @@ def _train(
 
     trainer = Trainer(draft, head_ids, output, options.recipe, score, save_every=options.save_every)
     task = progress.add_task("training, steps", total=options.recipe.steps, completed=trainer.step)
+    known = len(trainer.scores)
     for loss in trainer.run(lambda: sorted((output / "text").glob("shard-*.safetensors"))):
-        progress.update(
-            task, completed=trainer.step, description=f"training, steps (loss {loss:.3f}, {_last(trainer)})"
-        )
+        progress.update(task, completed=trainer.step, description=f"training, steps (loss {loss:.3f})")
+        # Lines as well as a bar: a run in the background has no terminal.
+        for step, accepted in trainer.scores[known:]:
+            progress.console.print(f"step {step}: loss {loss:.3f}, {accepted:.3f} of held-out tokens accepted")
+        known = len(trainer.scores)
     return trainer
-
-
-def _last(trainer: Trainer) -> str:
-    return f"accepted {trainer.scores[-1][1]:.3f}" if trainer.scores else "not yet measured"
 
 
 def _report(
