@@ -1,5 +1,6 @@
 """A draft as it is stored: only what its target does not hold, and what is needed to make a model of both again."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -123,3 +125,15 @@ def write_model(read: Stored, target: LoadedModel, output: Path) -> Path:
         shutil.rmtree(work, ignore_errors=True)
         raise
     return output
+
+
+def assembled(target: Path, draft: Path, cache: Path) -> Path:
+    """The directory below `cache` where `assemble` has put, or now puts, these two; another draft gets another one."""
+    whole = hashlib.sha256(str(target.resolve()).encode())
+    for name in (WEIGHTS, DESCRIPTION):
+        with contextlib.suppress(OSError):  # What is missing is reported by assemble.
+            whole.update((draft / name).read_bytes())
+    output = cache / f"{draft.name}-draft-{whole.hexdigest()[:12]}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(output.with_suffix(".lock")):
+        return output if output.exists() else assemble(str(target), draft, output)

@@ -82,3 +82,19 @@ def which(layers: str) -> int | tuple[int, ...]:
     if not all(number.strip().isdecimal() for number in numbers):
         raise ConfigError(f"layers: must be a number of layers such as 4, or a list such as 0,1,2,29, not {layers}")
     return int(layers) if len(numbers) == 1 else tuple(map(int, numbers))
+
+
+def assemble(
+    target: Target,
+    draft: Annotated[Path, typer.Option("--draft", help="A stored draft: draft.safetensors and draft.json.")],
+    out: Annotated[Path, typer.Option("--out", help="The directory to make.")],
+) -> None:
+    """Make a model for --draft-model of a stored draft, such as those in drafts/, and its target."""
+    from draft_service.distill.stored import assemble as run
+    from foredraft.engine.errors import ModelError
+
+    try:
+        run(target, draft, out)
+    except (ModelError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None

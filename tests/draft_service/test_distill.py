@@ -19,7 +19,7 @@ from draft_service.distill.generate import Text, Writer
 from draft_service.distill.pipeline import Options, distill
 from draft_service.distill.prompts import HELD_OUT, built_in, follow_up
 from draft_service.distill.prune import frequent_tokens, head_weight, prune
-from draft_service.distill.stored import DESCRIPTION, WEIGHTS, Stored, assemble
+from draft_service.distill.stored import DESCRIPTION, WEIGHTS, Stored, assemble, assembled
 from draft_service.distill.train import CHECKPOINT, Examples, Recipe, Trainer
 from foredraft.engine.engine import Engine
 from foredraft.engine.errors import ModelError
@@ -116,6 +116,15 @@ def test_assembling_gives_the_model_that_the_run_left(output: Path, target: Path
     with pytest.raises(FileExistsError):
         assemble(target, output / "draft", made)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_draft_is_assembled_in_the_cache_once(output: Path, target: Path, copy: Path, tmp_path: Path) -> None:
+    first = assembled(target, output / "draft", tmp_path / "cache")
+    made = (first / "config.json").stat()
+    assert assembled(target, output / "draft", tmp_path / "cache") == first
+    assert (first / "config.json").stat() == made
+    (copy / DESCRIPTION).write_text((copy / DESCRIPTION).read_text() + "\n")
+    assert assembled(target, copy, tmp_path / "cache") != first
 
 
 def test_a_stored_draft_can_be_trained_on(output: Path, target: Path, loaded: LoadedModel, tmp_path: Path) -> None:
