@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from draft_service.distill import files, report
 from draft_service.distill.generate import Text, Writer
@@ -21,6 +22,7 @@ from draft_service.distill.prompts import HELD_OUT, built_in, follow_up
 from draft_service.distill.prune import frequent_tokens, head_weight, prune
 from draft_service.distill.stored import DESCRIPTION, WEIGHTS, Stored, assemble, assembled
 from draft_service.distill.train import CHECKPOINT, Examples, Recipe, Trainer
+from foredraft.cli import app
 from foredraft.engine.engine import Engine
 from foredraft.engine.errors import ModelError
 from foredraft.engine.head import FILE, RestrictedHead
@@ -270,6 +272,32 @@ def test_targets_that_cannot_be_distilled_are_refused(tmp_path: Path) -> None:
         (silent / name).unlink()
     with pytest.raises(ModelError, match="no tokenizer"):
         distill(str(silent), tmp_path / "x", OPTIONS, quiet())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--layers", "first"], 2, "layers"),
+        (["--loss", "l2"], 2, "kl or tv"),
+        (["--layers", "7"], 1, "it must have fewer"),
+    ],
+)
+def test_the_command_explains_what_it_cannot_do(
+    target: Path, tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    result = CliRunner().invoke(app, ["distill", "--target", str(target), "--out", str(tmp_path / "x"), *arguments])
+    assert result.exit_code == code
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_stored_draft_becomes_a_model_by_command(output: Path, target: Path, tmp_path: Path) -> None:
+    arguments = ["assemble", "--target", str(target), "--draft", str(output / "draft"), "--out", str(tmp_path / "made")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert load(str(tmp_path / "made")).model.config.num_hidden_layers == 2
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 1
+    assert "exists already" in again.output
 
 
 def test_held_out_prompts_are_never_among_those_for_training() -> None:
