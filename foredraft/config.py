@@ -81,6 +81,9 @@ class TargetSettings(Settings):
     max_sessions: int = Field(16, ge=1, le=4096, description="Sessions whose keys and values the target keeps.")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the target; unset: torch decides.")
     prefill_chunk: int = Field(256, ge=1, description="Prompt tokens of a session that one pass of the target reads.")
+    batch_invariant: bool = Field(
+        False, description="Same bits for a token whatever else is computed with it; a plain step costs more."
+    )
     idle_timeout_s: float = Field(
         600.0, gt=0, validation_alias="target_idle_timeout_s", description="Seconds until a silent session is closed."
     )

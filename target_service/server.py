@@ -109,7 +109,12 @@ def _load(settings: TargetSettings, threads: int) -> tuple[LoadedModel, Engine, 
     max_model_len = settings.max_model_len or min(model.context_length, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > model.context_length:
         raise ModelError(f"max_model_len is {max_model_len}; {model.name} has a context of {model.context_length}")
-    engine = Engine(model.model, max_model_len=max_model_len, max_sessions=settings.max_sessions)
+    engine = Engine(
+        model.model,
+        max_model_len=max_model_len,
+        max_sessions=settings.max_sessions,
+        batch_invariant=settings.batch_invariant,
+    )
     return model, engine, model.tokenizer_files()
 
 

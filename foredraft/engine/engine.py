@@ -12,7 +12,8 @@ from foredraft.engine.attention import IMPLEMENTATION, round_length, row_step
 from foredraft.engine.batch import Batch, Inputs, Node, Row, Slot
 from foredraft.engine.compatibility import embedding_rows, layer_windows
 from foredraft.engine.errors import ModelError, NoFreeSlot
-from foredraft.engine.memory import check_memory
+from foredraft.engine.memory import check_memory, may_pack
+from foredraft.engine.packing import pack, packed_bytes, unpack
 from foredraft.engine.selftest import check_logits, measure_batch_invariance
 from foredraft.engine.slots import SlotCache
 
@@ -26,10 +27,21 @@ class Engine:
     """A model and its slots. Not thread-safe: one thread calls it. The logits returned are inference tensors.
 
     `max_model_len` tokens of text fit in each of `max_sessions` slots, and `tree_size` tree nodes beside them.
-    Raises ModelError if the model does not work on slots or the memory does not suffice.
+    With `batch_invariant` the engine tries to compute a text's logits with the same bits whatever shares a pass with
+    it, which makes a pass over one token slower; the attribute of this name says whether it succeeds. In float32 on
+    CPUs the model's weights are packed, if there is memory for it, and must not change any more. Raises ModelError if
+    the model does not work on slots or the memory does not suffice.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_model_len: int, max_sessions: int, tree_size: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int,
+        max_sessions: int,
+        tree_size: int = 0,
+        batch_invariant: bool = False,
+    ) -> None:
         for name, value, least in (
             ("max_model_len", max_model_len, 8),
             ("max_sessions", max_sessions, 1),
@@ -46,14 +58,17 @@ class Engine:
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         model.train(False)
         model.set_attn_implementation(IMPLEMENTATION)
-        self._row_step = row_step(model.dtype)
+        self._row_step = row_step(model.dtype) if batch_invariant else 1
         self._stride = tree_size + round_length(max_model_len)
         self._columns = torch.arange(round_length(max_model_len), device=self.device)
-        self._cache = self._allocate()
+        unpack(model)
+        self._cache, left = self._allocate()
+        if may_pack(packed_bytes(model), left):
+            pack(model, any_rows=batch_invariant)
         self._forget()
         check_logits(self)
         self._forget()
-        self.batch_invariant = measure_batch_invariance(self)
+        self.batch_invariant = batch_invariant and measure_batch_invariance(self)
         self._forget()
 
     def _forget(self) -> None:
@@ -170,8 +185,11 @@ class Engine:
         return logits.to(self._logits_dtype)
 
     @torch.inference_mode()
-    def _allocate(self) -> SlotCache:
-        """Learns the shapes from a forward on a single slot, checks the arithmetic, and takes the memory."""
+    def _allocate(self) -> tuple[SlotCache, int]:
+        """Learns the shapes from a forward on a single slot, checks the arithmetic, and takes the memory.
+
+        Returns how many bytes are left, too.
+        """
         windows = layer_windows(self.model)
         trial = SlotCache(len(windows), 1, self._stride)
         batch = Batch(self.tree_size, self._stride)
@@ -184,7 +202,7 @@ class Engine:
             raise ModelError(f"{name} does not run on slots: {error}") from error
         if inputs.plan.windows != windows:
             raise ModelError(f"{name} does not tell its attention about its sliding windows, so it cannot be served")
-        check_memory(
+        left = check_memory(
             max_sessions=self.max_sessions,
             max_model_len=self.max_model_len,
             rows_per_session=self._stride,
@@ -194,7 +212,7 @@ class Engine:
         cache = SlotCache(len(windows), self.max_sessions, self._stride)
         for layer, shape in zip(cache.slot_layers, trial.slot_layers, strict=True):
             layer.lazy_initialization(shape.slot_keys, shape.slot_values)
-        return cache
+        return cache, left
 
     def _text_row(self, index: int) -> int:
         return index * self._stride + self.tree_size

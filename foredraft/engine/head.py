@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from foredraft.engine.errors import ModelError
@@ -19,11 +18,12 @@ FILE = "head_token_ids.json"
 
 
 class RestrictedHead(nn.Module):
-    """Computes the logits of `token_ids` [N] alone; `weight` [N, H] are their rows of a head with `rows` rows."""
+    """Computes the logits of `token_ids` [N] alone; `weight` [N, H] are their rows of a head that has `rows`."""
 
     def __init__(self, weight: Tensor, token_ids: Tensor, rows: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.listed = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.listed.weight = nn.Parameter(weight, requires_grad=False)
         self.token_ids: Tensor
         self.register_buffer("token_ids", token_ids, persistent=False)
         self.rows = rows
@@ -31,7 +31,7 @@ class RestrictedHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [..., rows] of `hidden` [..., H]; -inf for all other tokens."""
         logits = hidden.new_full((*hidden.shape[:-1], self.rows), -torch.inf)
-        return logits.index_copy_(-1, self.token_ids, functional.linear(hidden, self.weight))
+        return logits.index_copy_(-1, self.token_ids, self.listed(hidden))
 
 
 def write_token_ids(directory: Path, token_ids: Sequence[int], vocabulary_hash: str) -> None:

@@ -1,5 +1,6 @@
 """How much memory there is, and whether the slots fit into it."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -7,11 +8,13 @@ import torch
 
 from foredraft.engine.errors import ModelError
 
+logger = logging.getLogger(__name__)
+
 
 def check_memory(
     *, max_sessions: int, max_model_len: int, rows_per_session: int, bytes_per_row: int, device: torch.device
-) -> None:
-    """Raises ModelError, with the arithmetic, if the slots need more than what is free on `device`."""
+) -> int:
+    """How many bytes the slots leave free on `device`; raises ModelError, with the arithmetic, if they do not fit."""
     required = (max_sessions * rows_per_session + 1) * bytes_per_row
     free = free_bytes(device)
     if required > free:
@@ -20,6 +23,22 @@ def check_memory(
             f"({max_sessions} x {rows_per_session} rows x {bytes_per_row} bytes), but {_gib(free)} are free on "
             f"{device}; lower max_sessions or max_model_len"
         )
+    return free - required
+
+
+def may_pack(packed: int, left: int) -> bool:
+    """Whether to take `packed` bytes for packed weights of the `left` ones; if not, says so in the log.
+
+    Half of what is left stays for activations and for other servers on the machine.
+    """
+    if 2 * packed <= left:
+        return True
+    logger.info(
+        "verifying and batching are slower than they could be: packed weights would take %s, and %s are free",
+        _gib(packed),
+        _gib(left),
+    )
+    return False
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,6 +1,6 @@
 """What an engine finds out about its model before it serves: are logits on slots right, and are they always the same?
 
-Both checks run on a fresh engine and leave tokens in its slots.
+Both checks run on a fresh engine and leave tokens in its slots; the second one only if it is asked for.
 """
 
 from collections.abc import Sequence
@@ -93,9 +93,9 @@ def _text(engine: "Engine", length: int) -> list[int]:
     return [(7919 * i + 11) % engine.vocabulary_rows for i in range(length)]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _plain_logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
-    """Logits [len(text), V] as the model computes them without slots."""
+    """Logits [len(text), V] as the model computes them without slots, and without packed weights: no inference mode."""
     try:
         model.set_attn_implementation("sdpa")
         logits: Tensor = model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0]

@@ -304,7 +304,7 @@ def test_a_model_that_computes_otherwise_on_slots_is_refused(monkeypatch: pytest
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_bits_do_not_depend_on_the_batch_where_the_engine_says_so(dtype: torch.dtype) -> None:
-    engine = Engine(tiny.model(dtype=dtype), max_model_len=200, max_sessions=6)
+    engine = Engine(tiny.model(dtype=dtype), max_model_len=200, max_sessions=6, batch_invariant=True)
     if not engine.batch_invariant:
         pytest.skip("not batch invariant on this machine")
     rng = random.Random(4)
@@ -328,7 +328,7 @@ def test_bits_do_not_depend_on_the_batch_where_the_engine_says_so(dtype: torch.d
 def test_dependence_on_the_batch_is_noticed() -> None:
     model = tiny.model()
     model.lm_head.register_forward_hook(lambda module, inputs, output: output + 1e-5 * inputs[0].shape[1])
-    assert not Engine(model, max_model_len=64, max_sessions=2).batch_invariant
+    assert not Engine(model, max_model_len=64, max_sessions=2, batch_invariant=True).batch_invariant
 
 
 @pytest.mark.gpu
