@@ -4,6 +4,7 @@ Proposals come first, since a target waits for them; then new texts are read; th
 come yet are prepared.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from draft_service.drafter import Counters, Emit, Opening
 from draft_service.model_session import ModelSession
 from draft_service.picking import Picker
 from foredraft.engine.engine import Engine, Row
+
+logger = logging.getLogger(__name__)
 
 # After this many passes over proposals while a new text waits, a part of that is read: load must not starve it.
 PATIENCE = 8
@@ -109,8 +112,16 @@ class ModelDrafter:
         self.counters.forward_tokens += sum(len(job.row.token_ids) for job in jobs)
         for job, rows in zip(jobs, logits, strict=True):
             if job.take is not None:
-                job.take(rows)
+                self._take(job.session, job.take, rows)
         elapsed = time.perf_counter() - started
         for job in jobs:
             job.session.add_compute(elapsed)
         return True
+
+    def _take(self, session: ModelSession, take: Callable[[Tensor], None], logits: Tensor) -> None:
+        try:
+            take(logits)
+        except ValueError as error:
+            # Parameters can leave no token to draw; that ends drafting for one session and not the server.
+            logger.warning("drafting for a session ends: %s", error)
+            session.give_up()

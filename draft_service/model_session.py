@@ -44,6 +44,7 @@ class ModelSession:
         self.picker = picker
         self.branches = branches
         self.closed = False
+        self._gave_up = False
         self._emit = emit
         self._counters = counters
         self._opened_with = len(opening.text)
@@ -83,6 +84,14 @@ class ModelSession:
         if self.slot is not None:
             self.engine.close(self.slot)
 
+    def give_up(self) -> None:
+        """Draft no more: the proposal asked for and all later ones are empty, and nothing is prepared."""
+        self._gave_up = True
+        self.draft, self.preparation = Draft(), None
+        self._drop_tree()
+        if self.request is not None:
+            self._answer(self.request)
+
     @property
     def unread(self) -> int:
         """How many tokens of the text have no keys and values yet, not counting the last one: drafting runs that."""
@@ -100,6 +109,8 @@ class ModelSession:
 
     def room(self, base: int) -> int:
         """How many draft tokens after `base` tokens of text are of use and fit into the model's context."""
+        if self._gave_up:
+            return 0
         return min(self.opening.room(base), self.engine.max_model_len - base)
 
     def open_slot(self) -> Slot:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from draft_service.server import main, start_draft
 from draft_service.stream import MAX_WAITING
 from foredraft.config import DraftSettings
-from foredraft.sampling.params import SamplingParams
+from foredraft.sampling.params import Method, SamplingParams
 from foredraft.serving.channel import channel
 from foredraft.serving.server import Server, StartError
 from foredraft.v1 import common_pb2, draft_pb2
@@ -329,6 +329,20 @@ async def test_a_client_that_floods_a_busy_drafter_is_refused(service: Service) 
         status, _, details = await client.error()
     assert status is Status.RESOURCE_EXHAUSTED
     assert details.retry_after_s is not None
+
+
+@pytest.mark.parametrize("method", Method)
+async def test_parameters_that_leave_no_token_to_draw_end_drafting_for_one_session_alone(
+    service: Service, method: Method
+) -> None:
+    # Within their ranges, but logits divided by both are infinite.
+    overflowing = replace(COUPLED, method=method, temperature=5e-324, repetition_penalty=5e-324, presence_penalty=100)
+    async with session(service) as other, session(service, overflowing) as client:
+        await client.verifying([60], 3)
+        for tokens in ([60], [61, 62]):
+            assert await client.propose(tokens, 3) == []
+            await client.verifying([63], 3)
+        assert len(await other.propose([60], 3)) == 3
 
 
 async def test_a_failure_of_the_drafter_ends_all_sessions_and_the_server(model: Path) -> None:
