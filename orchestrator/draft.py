@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,10 @@ class DraftSession:
         self._waiting: asyncio.Future[draft_pb2.Proposal] | None = None
         self._unsent: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue(MAX_UNSENT)
         self._unsent.put_nowait(draft_pb2.DraftRequest(open=request))
-        self._call = stub.Draft(self._requests(), timeout=timeout, metadata=metadata)
+        self._call = stub.Draft(timeout=timeout, metadata=metadata)
         self._reader = asyncio.create_task(self._read())
+        # Not an iterator of requests for gRPC to read: if the server ends the call, gRPC never ends its task for that.
+        self._writer = asyncio.create_task(self._write())
 
     @property
     def usable(self) -> bool:
@@ -116,9 +118,11 @@ class DraftSession:
         except asyncio.QueueFull:
             self._fail(grpc.StatusCode.UNAVAILABLE, "the draft service does not read its stream")
 
-    async def _requests(self) -> AsyncIterator[draft_pb2.DraftRequest]:
-        while True:
-            yield await self._unsent.get()
+    async def _write(self) -> None:
+        # How the call ended is told by the reader.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._call.write(await self._unsent.get())
 
     async def _read(self) -> None:
         try:
@@ -150,6 +154,6 @@ class DraftSession:
     async def close(self) -> None:
         """End the session; the server frees it at once."""
         self._call.cancel()
-        self._reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reader
+        for task in (self._reader, self._writer):
+            task.cancel()
+        await asyncio.wait([self._reader, self._writer])

@@ -220,6 +220,21 @@ async def test_slow_reader_holds_the_target_back(stack: Stack) -> None:
     await generator.aclose()
 
 
+@pytest.mark.parametrize("refusal", [None, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE])
+async def test_a_sample_leaves_nothing_running_even_if_the_draft_ends_its_session(
+    stack: Stack, refusal: grpc.StatusCode | None
+) -> None:
+    before = calls()
+    stack.draft.refuse = refusal
+    assert await stack.decode() == expected()
+    await settled(lambda: calls() <= before)
+
+
+def calls() -> set[asyncio.Task[object]]:
+    """The tasks that run, without those in which the scripted servers wait for calls."""
+    return {task for task in asyncio.all_tasks() if "AioServer" not in repr(task)}
+
+
 async def test_draft_with_another_vocabulary_is_refused_naming_the_first_difference(stack: Stack) -> None:
     stack.draft.model.vocabulary_hash = "w"
     stack.draft.vocabulary[42] = "other"
