@@ -79,31 +79,32 @@ class Costs:
         return self.draft / self.target[0]
 
 
-def measure_costs(draft: PreTrainedModel, head_ids: Tensor, target: PreTrainedModel) -> Costs:
-    """What steps of both cost here and now. The draft is left with its restricted head."""
+def measure_costs(
+    draft: PreTrainedModel, head_ids: Tensor, target: PreTrainedModel, repeats: int = 15, context: int = 200
+) -> Costs:
+    """Median times after `context` tokens, here and now. The draft is left with its restricted head.
+
+    Both models take turns, so that what else the machine does slows both down alike.
+    """
     head = head_weight(draft).detach()
     ids = head_ids.to(draft.device)
     draft.set_output_embeddings(RestrictedHead(head[ids], ids, len(head)))  # type: ignore[no-untyped-call]
-    (draft_step,) = measure(draft, [1])
-    return Costs(draft_step, measure(target, range(1, LONGEST + 2)))
+    engines = [Engine(model, max_model_len=context + LONGEST + 1, max_sessions=1) for model in (draft, target)]
+    slots = [engine.open([1] * (context + 1)) for engine in engines]
+    for engine, slot in zip(engines, slots, strict=True):
+        engine.forward([Row(slot, [1] * (context - len(slot.tokens)), [])])
 
+    def step(which: int, count: int) -> float:
+        started = time.perf_counter()
+        engines[which].forward([Row(slots[which], [1] * count, range(count))])
+        seconds = time.perf_counter() - started
+        engines[which].rollback(slots[which], context)
+        return seconds
 
-def measure(model: PreTrainedModel, counts: Sequence[int], repeats: int = 15, context: int = 200) -> tuple[float, ...]:
-    """The median time in seconds of a forward over each of `counts` tokens, after `context` tokens."""
-    engine = Engine(model, max_model_len=context + max(counts) + 1, max_sessions=1)
-    slot = engine.open([1] * (context + 1))
-    engine.forward([Row(slot, [1] * (context - len(slot.tokens)), [])])
-    medians = []
-    for count in counts:
-        times = []
-        for _ in range(repeats + 2):
-            started = time.perf_counter()
-            engine.forward([Row(slot, [1] * count, list(range(count)))])
-            times.append(time.perf_counter() - started)
-            engine.rollback(slot, context)
-        medians.append(statistics.median(times[2:]))
-    engine.close(slot)
-    return tuple(medians)
+    steps = [(0, 1), *((1, count) for count in range(1, LONGEST + 2))]
+    times = [[step(*what) for what in steps] for _ in range(repeats + 2)]
+    drafted, *verified = (statistics.median(column) for column in zip(*times[2:], strict=True))
+    return Costs(drafted, tuple(verified))
 
 
 @dataclass(frozen=True, slots=True)
