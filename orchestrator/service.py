@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Event: TypeAlias = generation_pb2.GenerateStreamResponse
 
-# More tokens are turned into text in a thread, so that the event loop goes on.
-SHORT_OUTPUT = 1000
+# More tokens are spelled or turned into text in a thread, so that the event loop goes on.
+LONG = 1000
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.TokenizeResponse:
         check_tokenize(request)
         token_ids = await self._encode_text(request)
-        tokens = [self._tokenizer.spelling(token_id) for token_id in token_ids]
-        return generation_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
+
+        def response() -> generation_pb2.TokenizeResponse:
+            tokens = map(self._tokenizer.spelling, token_ids)
+            return generation_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
+
+        return await asyncio.to_thread(response) if len(token_ids) > LONG else response()
 
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: Context
@@ -95,7 +99,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         def text() -> str:
             return detokenize(self._tokenizer, token_ids, keep_special_tokens=request.keep_special_tokens)
 
-        long = len(token_ids) > SHORT_OUTPUT
+        long = len(token_ids) > LONG
         return generation_pb2.DetokenizeResponse(text=await asyncio.to_thread(text) if long else text())
 
     async def GetModel(

@@ -12,7 +12,7 @@ import jinja2
 
 from foredraft.serving.errors import Violation, invalid
 
-# Longer texts are encoded in a thread, so that the event loop goes on; the library releases the GIL.
+# Longer texts are encoded in a thread, so that the event loop goes on.
 SHORT_TEXT = 2000
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
@@ -50,8 +50,13 @@ class Tokenizer:
         """
         if self._transformers.chat_template is None:
             raise invalid([Violation("chat", "the model has no chat template; send the prompt as text or token_ids")])
+
+        def render() -> str:
+            text: str = self._transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return text
+
         try:
-            text = self._transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = await asyncio.to_thread(render)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             reason = f"the model's chat template refuses these messages: {error}"
             raise invalid([Violation("chat.messages", reason)]) from error
@@ -59,7 +64,9 @@ class Tokenizer:
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         def encode() -> list[int]:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch: for a single text the library keeps the GIL.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
             return ids
 
         return await asyncio.to_thread(encode) if len(text) > SHORT_TEXT else encode()

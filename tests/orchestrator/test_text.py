@@ -1,7 +1,9 @@
 """The text that a client sees is the text that the tokenizer makes of the tokens."""
 
+import asyncio
+import time
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -119,6 +121,17 @@ async def test_real_text_survives_and_every_piece_is_whole_characters(kind, text
 async def test_any_text_survives_a_byte_level_tokenizer(text) -> None:
     tokenizer, _ = byte_level()
     assert detokenize(tokenizer, await tokenizer.encode(text)) == text or "<|" in text
+
+
+async def test_the_event_loop_goes_on_while_a_long_text_is_encoded() -> None:
+    tokenizer, _ = byte_level()
+    encoding = asyncio.create_task(tokenizer.encode("Once upon a time there was a model. " * 20_000))
+    beats = [time.perf_counter()]
+    while not encoding.done():
+        await asyncio.sleep(0)
+        beats.append(time.perf_counter())
+    longest = max(after - before for before, after in pairwise(beats))
+    assert longest < 0.7 * (beats[-1] - beats[0])
 
 
 def test_a_character_comes_with_the_token_that_completes_it() -> None:
