@@ -69,7 +69,7 @@ class Plan:
     masks: dict[tuple[int | None, int], list[Tensor]] = field(default_factory=dict)
 
     def segment_masks(self, window: int | None, groups: int, dtype: torch.dtype) -> list[Tensor]:
-        """Additive masks [groups * n, length], rows rounded up, one per segment of n tokens."""
+        """Additive masks [1, 1, groups * n, length], rows rounded up, one per segment of n tokens."""
         masks = self.masks.get((window, groups))
         if masks is None:
             masks = [self._mask(segment, window, groups, dtype) for segment in self.segments]
@@ -81,7 +81,7 @@ class Plan:
         bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         bias = bias.repeat(groups, 1) if groups > 1 else bias
         missing = -bias.shape[0] % self.row_step
-        return functional.pad(bias, (0, 0, 0, missing)) if missing else bias
+        return (functional.pad(bias, (0, 0, 0, missing)) if missing else bias)[None, None]
 
     def _hidden(self, segment: Segment, window: int | None) -> Tensor:
         """Bool [n, length]: what each token of the segment must not see."""
@@ -127,7 +127,7 @@ def slot_attention(
     _, heads, tokens, _ = query.shape
     key_heads = key.shape[1]
     groups = heads // key_heads
-    output = query.new_zeros(tokens, heads, value.shape[-1])
+    outputs = []
     for segment, mask in zip(plan.segments, plan.segment_masks(sliding_window, groups, query.dtype), strict=True):
         start, stop, slot = segment.start, segment.stop, segment.slot
         rows = groups * (stop - start)
@@ -139,11 +139,13 @@ def slot_attention(
             packed,
             key[slot : slot + 1, :, seen],
             value[slot : slot + 1, :, seen],
-            attn_mask=mask[None, None],
+            attn_mask=mask,
             scale=scaling,
         )
-        output[start:stop] = attended[0, :, :rows].reshape(heads, stop - start, -1).transpose(0, 1)
-    return output[None], None
+        outputs.append(attended[:, :, :rows].reshape(1, heads, stop - start, -1).transpose(1, 2))
+    if padding := tokens - plan.segments[-1].stop:
+        outputs.append(query.new_zeros(1, padding, heads, value.shape[-1]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
 AttentionInterface.register(IMPLEMENTATION, slot_attention)

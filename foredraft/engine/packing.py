@@ -13,6 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 # Beyond these PyTorch is as fast; measured with AVX2 and layers of 576 to 49152 features.
 MOST_ROWS = 32
+# Smaller weights stay in the processor's cache, and oneDNN's call costs more than it saves.
+LEAST_WEIGHTS = 200_000
 # A hint for the layout, which makes little difference.
 USUAL_ROWS = 8
 
@@ -42,14 +44,16 @@ class PackedForward:
 
 
 def packed_bytes(model: PreTrainedModel) -> int:
-    """What packed copies take, in bytes; 0 if the model gets none: they are for float32 on CPUs."""
+    """What packed copies take at most, in bytes; 0 if the model gets none: they are for float32 on CPUs."""
     return sum(layer.weight.numel() * layer.weight.element_size() for layer in _layers(model))
 
 
 def pack(model: PreTrainedModel, *, any_rows: bool) -> None:
-    """Gives the linear layers packed copies of their weights, for few rows or for any number of them."""
+    """Gives large linear layers packed copies of their weights for few rows, or with `any_rows` all layers for all."""
     unpack(model)
     for layer in _layers(model):
+        if not any_rows and layer.weight.numel() < LEAST_WEIGHTS:
+            continue
         layer.forward = PackedForward(layer, any_rows=any_rows)  # type: ignore[method-assign]
 
 

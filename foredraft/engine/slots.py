@@ -1,5 +1,6 @@
 """Key/value memory: a fixed number of slots, one per session, allocated once and addressed by row.
 
+Each head's rows lie together, which is how attention reads them.
 A slot has `stride` rows: first `tree_size` rows for tree nodes, then the rows of the text. With the tree in front, a
 view of the text alone and a view of tree and text are both contiguous, and text can grow while a tree is there. One
 more row after the last slot takes what padding tokens write.
@@ -14,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """The slots of one layer: keys [rows, heads, key size] and values [rows, heads, value size]."""
+    """The slots of one layer: keys [heads, rows, key size] and values [heads, rows, value size]."""
 
     is_sliding = False
     keys: Tensor
@@ -29,10 +30,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         slots, stride = self.cache.slot_count, self.cache.stride
         # Zeros, not empty: 0 * NaN would leak through a mask.
         self.keys, self.values = (
-            x.new_zeros(slots * stride + 1, x.shape[1], x.shape[3]) for x in (key_states, value_states)
+            x.new_zeros(x.shape[1], slots * stride + 1, x.shape[3]) for x in (key_states, value_states)
         )
         self.slot_keys, self.slot_values = (
-            x[:-1].view(slots, stride, *x.shape[1:]).transpose(1, 2) for x in (self.keys, self.values)
+            x[:, :-1].view(-1, slots, stride, x.shape[2]).transpose(0, 1) for x in (self.keys, self.values)
         )
         self.is_initialized = True
 
@@ -40,8 +41,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Writes new rows and returns views [slots, heads, stride, size] of everything."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys.index_copy_(0, self.cache.destinations, key_states[0].transpose(0, 1))
-        self.values.index_copy_(0, self.cache.destinations, value_states[0].transpose(0, 1))
+        self.keys.index_copy_(1, self.cache.destinations, key_states[0])
+        self.values.index_copy_(1, self.cache.destinations, value_states[0])
         return self.slot_keys, self.slot_values
 
     # Positions and masks are explicit, so models have no use for these; the base class asks for them.
@@ -68,17 +69,17 @@ class SlotCache(Cache):
     @property
     def bytes_per_row(self) -> int:
         """What one token takes in all layers, in bytes, once a forward has shown the shapes."""
-        return sum(buffer[0].numel() * buffer.element_size() for buffer in self._buffers())
+        return sum(buffer[:, 0].numel() * buffer.element_size() for buffer in self._buffers())
 
     def copy_rows(self, source: int, target: int, count: int) -> None:
         """Copies `count` rows from row `source` on to row `target` on; the two ranges must not overlap."""
         for buffer in self._buffers():
-            buffer[target : target + count].copy_(buffer[source : source + count])
+            buffer[:, target : target + count].copy_(buffer[:, source : source + count])
 
     def gather_rows(self, sources: Tensor, target: int) -> None:
         """Copies the rows `sources` [count] int64 to row `target` on."""
         for buffer in self._buffers():
-            buffer[target : target + len(sources)].copy_(buffer[sources])
+            buffer[:, target : target + len(sources)].copy_(buffer[:, sources])
 
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.slot_layers:

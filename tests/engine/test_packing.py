@@ -6,12 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from foredraft.engine import Engine, memory
+from foredraft.engine import Engine, memory, packing
 from foredraft.engine.head import RestrictedHead
 from foredraft.engine.packing import MOST_ROWS, PackedForward, packed_bytes
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 0)
 
 
 def packed_layers(model: nn.Module) -> list[nn.Module]:
