@@ -14,7 +14,6 @@ from foredraft.config import OrchestratorSettings
 from foredraft.serving.channel import channel
 from foredraft.serving.errors import unavailable
 from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from orchestrator.target import is_lost
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +107,12 @@ class Backends:
             return
 
     def draft_failed(self, error: grpc.aio.AioRpcError) -> None:
-        """Report that a session on the draft ended with this error, so that new ones wait until it is back."""
-        if is_lost(error) and self.draft is not None:
+        """Report that a session on the draft ended with this error, so that new ones wait until it is back.
+
+        A masked status (see `orchestrator.target.is_lost`) may also mean that just this session was refused: the next
+        one will tell.
+        """
+        if error.code() is grpc.StatusCode.UNAVAILABLE and self.draft is not None:
             logger.warning("draft service lost, decoding goes on plainly: %s", error.details())
             self.degraded_reason = f"the draft service was lost: {error.details()}"
             self.draft = None

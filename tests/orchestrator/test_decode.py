@@ -163,6 +163,16 @@ async def test_draft_without_a_free_session_leaves_plain_decoding(stack: Stack) 
     assert stack.statistics.drafted == 0
 
 
+async def test_a_masked_error_of_one_session_does_not_take_the_draft_from_all_others(stack: Stack) -> None:
+    # What grpc makes of any status, a refusal for example, if a write meets the end of the stream.
+    nothing = grpc.aio.Metadata()
+    masked = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core")
+    stack.backends.draft_failed(masked)
+    assert await stack.decode() == expected()
+    assert stack.statistics.drafted > 0
+    assert not stack.statistics.degraded_reason
+
+
 async def test_lost_target_is_reopened_with_the_tokens_so_far(stack: Stack) -> None:
     stack.target.die_at = 20
     assert await stack.decode() == expected()
