@@ -135,7 +135,8 @@ class ModelSession:
 
     def extend_draft(self, logits: Tensor) -> None:
         """Draw the next draft token from `logits` [1, V]."""
-        self.picker.extend(logits, self.opening, [Context(self.text, self.draft.tokens)], [self.draft])
+        context = Context(self.text, self.draft.tokens, len(self.text))
+        self.picker.extend(logits, self.opening, [context], [self.draft])
 
     def add_compute(self, seconds: float) -> None:
         """Count a pass that worked for the request, and answer it if it is done."""
@@ -206,6 +207,10 @@ class Branch:
         """The verdict's next token."""
         return self.text[-1]
 
+    def context(self, text: Sequence[int]) -> Context:
+        """What the branch's next token follows, as `text` and what comes after it."""
+        return Context(text, [*self.text[len(text) :], *self.draft.tokens], len(self.text))
+
 
 class Preparation:
     """Answers to the likely verdicts on the round of `drafted` tokens after the session's text.
@@ -250,11 +255,11 @@ class Preparation:
         session = self._session
         if not self.is_planned:
             counts = range(len(self._candidates), len(self.drafted) + 1)
-            contexts = [Context(session.text, self.drafted[:count]) for count in counts]
+            contexts = [Context(session.text, self.drafted[:count], len(session.text)) for count in counts]
             self._candidates += session.picker.candidates(logits, session.opening, contexts)
             self._plan()
             return
-        contexts = [Context(branch.text, branch.draft.tokens) for branch in self.active]
+        contexts = [branch.context(session.text) for branch in self.active]
         session.picker.extend(logits, session.opening, contexts, [branch.draft for branch in self.active])
         for branch in self.active:
             if session.is_done(branch.draft, branch.limit):

@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from draft_service.drafter import Opening
 from foredraft.sampling.coupled import rank
-from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.proposal import SparseQ, propose
-from foredraft.sampling.warpers import warp
+from foredraft.sampling.warpers import warp_branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +21,17 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a token follows: the text that is final when the round begins, and draft tokens after it."""
+    """What a token follows: `text`, which is the same in all contexts of a call, and what comes after it.
+
+    The first `base` tokens of all are final when the round of the token begins.
+    """
 
     text: Sequence[int]
-    drafted: Sequence[int]
+    after: Sequence[int]
+    base: int
 
     def __len__(self) -> int:
-        return len(self.text) + len(self.drafted)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Text and draft tokens."""
-        return [*self.text, *self.drafted]
+        return len(self.text) + len(self.after)
 
 
 @dataclass(slots=True)
@@ -81,7 +78,7 @@ class Picker:
                 row,
                 opening.params,
                 sample_index=opening.sample_index,
-                base=len(context.text),
+                base=context.base,
                 position=len(context),
             )
             draft.tokens.append(token)
@@ -99,25 +96,12 @@ class Picker:
         return [Candidates(*row) for row in zip(token_ids.tolist(), logits.tolist(), strict=True)]
 
     def _warp(self, logits: Tensor, opening: Opening, contexts: Sequence[Context]) -> Tensor:
-        """Warp rows that need not follow one another; in one go where their text makes no difference."""
-        params = opening.params
-        shortest = min(contexts, key=len)
-        if not _depends_on_text(params) and len(shortest) - opening.prompt_length >= params.min_new_tokens:
-            return self._warp_chain(logits, opening, shortest.tokens)
-        rows = zip(logits, contexts, strict=True)
-        return torch.cat([self._warp_chain(row[None], opening, context.tokens) for row, context in rows])
-
-    def _warp_chain(self, logits: Tensor, opening: Opening, text: Sequence[int]) -> Tensor:
-        return warp(
+        return warp_branches(
             logits,
             opening.params,
-            text=text,
+            text=contexts[0].text,
             prompt_length=opening.prompt_length,
-            draft=[0] * (len(logits) - 1),
+            branches=[context.after for context in contexts],
             eos_token_ids=opening.eos_token_ids,
             vocabulary_size=self._vocabulary_size,
         )
-
-
-def _depends_on_text(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0

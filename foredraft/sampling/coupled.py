@@ -20,6 +20,9 @@ from foredraft.sampling.selection import largest, leading
 INDIVIDUAL = 1024
 """How many tokens of a row, at least, have noise of their own."""
 
+_ROUNDING = 1e-3
+"""More than rounding can add to the logarithm of a sum of probabilities."""
+
 
 def rank(
     warped: Tensor,
@@ -46,20 +49,15 @@ def rank(
         ValueError: a row leaves no token to draw.
     """
     if params.temperature == 0:
-        ranked = [largest(row, count)[1] for row in warped]
+        scores, ids = largest(warped, count)
     else:
-        candidates = [leading(row, individual) for row in warped]
-        lengths = [ids.numel() for ids in candidates]
-        repeats = torch.tensor(lengths, device=warped.device)
-        where = torch.tensor(positions, dtype=torch.int64, device=warped.device).repeat_interleave(repeats)
-        noise = torch.split(gumbel(params.seed, sample_index, where, torch.cat(candidates)), lengths)
-        ranked = [
-            _rank_row(row, ids, g, params.seed, sample_index, position, count)
-            for row, ids, g, position in zip(warped, candidates, noise, positions, strict=True)
-        ]
-    if any(ids.numel() == 0 for ids in ranked):
+        noisy, candidates = _noisy(warped, params.seed, sample_index, positions, individual)
+        scores, order = largest(noisy, count)
+        ids = candidates.gather(1, order)
+    if bool((scores[:, 0] == -torch.inf).any()):
         raise ValueError("no token is left to draw: all are masked, or the logits are not numbers")
-    return torch.stack([torch.cat((ids, ids[:1].expand(count - ids.numel()))) for ids in ranked])
+    ids = torch.where(scores > -torch.inf, ids, ids[:, :1])
+    return torch.cat((ids, ids[:, :1].expand(-1, count - ids.shape[1])), 1)
 
 
 def draw(
@@ -76,20 +74,32 @@ def draw(
     return draws
 
 
-def _rank_row(
-    row: Tensor, ids: Tensor, noise: Tensor, seed: int, sample_index: int, position: int, count: int
-) -> Tensor:
-    if not ids.numel():
-        return ids
-    peak = row[ids].amax()
-    scores, order = largest((row[ids] - peak).double() + noise, count)
-    ranked = ids[order]
-    if ids.numel() == row.numel():
-        return ranked
-    pooled = (row - peak).exp().index_fill_(0, ids, 0)
-    total = float(pooled.sum(dtype=torch.float64))
-    if total > 0 and math.log(total) + pool_gumbel(seed, sample_index, position) > float(scores[0]):
-        ids = pooled.nonzero().squeeze(-1)
-        winner = ids[(row[ids].double() + gumbel(seed, sample_index, position, ids)).argmax()]
-        return torch.cat((winner.unsqueeze(0), ranked[: count - 1]))
-    return ranked
+def _noisy(
+    warped: Tensor, seed: int, sample_index: int, positions: Sequence[int], individual: int
+) -> tuple[Tensor, Tensor]:
+    """The candidates of each row, [R, N]: their scores log p + G (up to a constant per row) in float64, and their ids.
+
+    The last is the pool: if it wins, one of its tokens with its score, else -inf, which also fills up shorter rows.
+    """
+    values, ids = leading(warped, individual)
+    peaks = values.amax(-1, keepdim=True)
+    where = torch.tensor(positions, dtype=torch.int64, device=warped.device).unsqueeze(-1)
+    scores = (values - peaks).double() + gumbel(seed, sample_index, where, ids)
+    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    sizes = (values > -torch.inf).sum(-1, keepdim=True)
+    least = torch.where(values > -torch.inf, values, torch.inf).amin(-1, keepdim=True) - peaks
+    summary = torch.cat((scores.amax(-1, keepdim=True), least, sizes), 1)
+    pools = [[-math.inf, 0.0] for _ in positions]
+    for i, (best, bound, size) in enumerate(summary.tolist()):
+        noise = pool_gumbel(seed, sample_index, positions[i])
+        # Nothing is pooled if fewer tokens than asked for are individual, and nothing above the least of these.
+        if size < individual or math.log(warped.shape[1]) + bound + _ROUNDING + noise <= best:
+            continue
+        weights = (warped[i] - peaks[i]).exp().index_fill_(0, ids[i, : int(size)], 0)
+        total = float(weights.sum(dtype=torch.float64))
+        if total > 0 and math.log(total) + noise > best:
+            tokens = weights.nonzero().squeeze(-1)
+            winner = (warped[i, tokens].double() + gumbel(seed, sample_index, positions[i], tokens)).argmax()
+            pools[i] = [math.log(total) + noise, float(tokens[winner])]
+    pool = scores.new_tensor(pools)
+    return torch.cat((scores, pool[:, :1]), 1), torch.cat((ids, pool[:, 1:].long()), 1)

@@ -1,7 +1,9 @@
 """Log-probabilities that are reported to the user."""
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from foredraft.sampling.selection import largest
@@ -26,8 +28,13 @@ def token_logprobs(
     """
     if len(logits) != len(chosen):
         raise ValueError(f"{len(logits)} rows of logits for {len(chosen)} chosen tokens")
-    result = []
-    for row, token in zip(logits[:, :vocabulary_size].double().log_softmax(-1), chosen, strict=True):
-        values, ids = largest(row, top) if top else (row[:0], row[:0])
-        result.append((float(row[token]), list(zip(ids.tolist(), values.tolist(), strict=True))))
-    return result
+    scores = logits[:, :vocabulary_size]
+    normalisers = scores.double().logsumexp(-1, keepdim=True)
+    at = torch.tensor(chosen, dtype=torch.int64, device=logits.device).unsqueeze(-1)
+    values, ids = largest(scores, top) if top else (scores[:, :0], at[:, :0])
+    own = (scores.gather(1, at).double() - normalisers).squeeze(-1).tolist()
+    alternatives = zip(ids.tolist(), (values.double() - normalisers).tolist(), strict=True)
+    return [
+        (logprob, [(token, value) for token, value in zip(*row, strict=True) if value > -math.inf])
+        for logprob, row in zip(own, alternatives, strict=True)
+    ]

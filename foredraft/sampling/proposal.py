@@ -47,7 +47,8 @@ def propose(
     Raises:
         ValueError: the row leaves no token to draw.
     """
-    scores, ids = largest(warped_row, params.q_support if params.temperature > 0 else 1)
+    values, columns = largest(warped_row.unsqueeze(0), params.q_support if params.temperature > 0 else 1)
+    scores, ids = values[values > -torch.inf], columns[values > -torch.inf]
     # Drawn from the rounded numbers that are sent, not from what they were rounded from.
     probabilities = scores.double().softmax(-1).float()
     index = pick(probabilities, uniform(params.seed, sample_index, position, Purpose.PROPOSE, base))

@@ -1,34 +1,59 @@
 """Picking the largest of many scores and drawing from a distribution, deterministically and without a full sort."""
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 _BLOCK = 16
 
 
-def leading(scores: Tensor, count: int) -> Tensor:
-    """Indices, ascending, of a set of entries of `scores` [V] that contains the `count` largest finite ones.
+def leading(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of each row of `scores` [R, V] a set of entries that contains the `count` largest finite ones.
 
-    Usually little longer than `count`; all finite entries if they are fewer, or if V is less than 16 times `count`.
-    The set is a function of the scores alone: everything that reaches a certain bound, so ties cannot matter.
+    Usually little larger than `count`; all finite entries if they are fewer, or if V is less than 16 times `count`.
+    The set is a function of the row alone: everything that reaches a certain bound, so ties cannot matter.
+
+    Returns:
+        Values [R, N] and int64 indices [R, N], by ascending index. N is at least 1 and as large as the largest set;
+        smaller ones are filled up with -inf at index 0.
     """
-    kept = scores > -torch.inf
-    blocks = scores.numel() // _BLOCK
-    if count <= blocks:
+    whole = scores.shape[1] // _BLOCK
+    if scores.shape[1] % _BLOCK:
+        scores = torch.nn.functional.pad(scores, (0, _BLOCK - scores.shape[1] % _BLOCK), value=-torch.inf)
+    rows, columns = scores.shape
+    maxima = torch.nn.functional.max_pool1d(scores, _BLOCK)
+    bound = scores.new_full((rows, 1), torch.finfo(scores.dtype).min)
+    if count <= whole:
         # The count-th largest of the maxima of disjoint blocks is at most the count-th largest score.
-        maxima = scores[: blocks * _BLOCK].view(blocks, _BLOCK).amax(-1)
-        kept &= scores >= maxima.topk(count, sorted=False).values.amin()
-    return kept.nonzero().squeeze(-1)
+        bound = torch.maximum(bound, maxima[:, :whole].topk(count, sorted=False).values.amin(-1, keepdim=True))
+    # Only blocks are looked into that reach the bound; their maximum may also be NaN.
+    blocks = (~(maxima < bound)).flatten().nonzero().squeeze(-1)
+    entries = scores.reshape(-1, _BLOCK).index_select(0, blocks)
+    at, lanes = (entries >= bound.index_select(0, blocks // maxima.shape[1])).nonzero(as_tuple=True)
+    values, places = entries[at, lanes], blocks[at] * _BLOCK + lanes
+    if not len(values):
+        return scores.new_full((rows, 1), -torch.inf), places.new_zeros(rows, 1)
+    if rows == 1:
+        return values.unsqueeze(0), places.unsqueeze(0)
+    lengths = (places // columns).bincount(minlength=rows).tolist()
+    return (
+        pad_sequence(list(torch.split(values, lengths)), batch_first=True, padding_value=-torch.inf),
+        pad_sequence(list(torch.split(places % columns, lengths)), batch_first=True),
+    )
 
 
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest finite entries of `scores` [V] and their int64 indices, falling, ties by lowest index.
+    """The `count` largest finite entries of each row of `scores` [R, V], falling, ties by lowest index.
 
-    Both are shorter than `count` if fewer entries are finite.
+    Returns:
+        Values [R, N] and int64 indices [R, N]. N is `count`, or less if no row has as many finite entries; rows that
+        have fewer than N are filled up with -inf at index 0.
     """
-    ids = leading(scores, count)
-    values, order = scores[ids].sort(descending=True, stable=True)
-    return values[:count], ids[order[:count]]
+    values, ids = leading(scores, count)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], ids.gather(1, order[:, :count])
 
 
 def pick(weights: Tensor, u: float) -> int:
@@ -36,10 +61,9 @@ def pick(weights: Tensor, u: float) -> int:
 
     Never an index of weight 0. Raises ValueError if there is no other.
     """
-    ids = weights.nonzero().squeeze(-1)
-    cumulative = weights[ids].double().cumsum(-1)
-    if not ids.numel() or not 0 < float(cumulative[-1]) < torch.inf:
+    cumulative = weights.double().cumsum(-1)
+    total = float(cumulative[-1]) if cumulative.numel() else 0.0
+    if not 0 < total < torch.inf:
         raise ValueError("no token is left to draw: the distribution is empty or not finite")
     # Rounding can lift u times the sum to the sum itself.
-    index = min(int(torch.searchsorted(cumulative, u * cumulative[-1], right=True)), ids.numel() - 1)
-    return int(ids[index])
+    return int(torch.searchsorted(cumulative, min(u * total, math.nextafter(total, 0)), right=True))

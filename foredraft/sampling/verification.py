@@ -133,19 +133,20 @@ def dense_q(q: SparseQ, draft: Sequence[int], like: Tensor) -> Tensor:
     if q.token_ids.shape != q.probabilities.shape or len(q.token_ids) != rows:
         shapes = f"{list(q.token_ids.shape)} ids and {list(q.probabilities.shape)} probabilities"
         raise ValueError(f"q must have one row per draft token ({rows}), as many ids as probabilities; it has {shapes}")
-    dense = torch.zeros(rows, columns, dtype=torch.float64, device=like.device)
     if not rows:
-        return dense
-    weights = q.probabilities.double()
+        return torch.zeros(0, columns, dtype=torch.float64, device=like.device)
+    ids, weights = q.token_ids, q.probabilities.double()
     if not bool((weights.isfinite() & (weights >= 0)).all()):
         raise ValueError("the probabilities of q must be finite and not negative")
-    if min(draft) < 0 or max(draft) >= columns or bool(((q.token_ids < 0) | (q.token_ids >= columns)).any()):
+    if min(draft) < 0 or max(draft) >= columns or bool(((ids < 0) | (ids >= columns)).any()):
         raise ValueError(f"token ids of the draft and of q must lie in [0, {columns})")
-    dense.scatter_add_(1, q.token_ids.to(like.device), weights.to(like.device))
-    for i, token in enumerate(draft):
-        if float(dense[i, token]) == 0:
-            dense[i].zero_()[token] = 1
-    return dense / dense.sum(-1, keepdim=True)
+    drafted = torch.tensor(draft, dtype=torch.int64, device=ids.device).unsqueeze(-1)
+    impossible = (weights * (ids == drafted)).sum(-1, keepdim=True) == 0
+    ids = torch.cat((ids, drafted), 1)
+    weights = torch.cat((weights.masked_fill(impossible, 0), impossible.double()), 1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    dense = torch.zeros(rows, columns, dtype=torch.float64, device=like.device)
+    return dense.scatter_add_(1, ids.to(like.device), weights.to(like.device))
 
 
 def _ratios(p: Tensor, q: Tensor, draft: Sequence[int]) -> list[float]:

@@ -43,8 +43,9 @@ def test_noise_is_the_same_on_a_gpu():
     torch.testing.assert_close(gumbel(1, 2, 3, ids.cuda()).cpu(), gumbel(1, 2, 3, ids), rtol=1e-14, atol=1e-14)
 
 
-def test_noise_is_the_documented_function_of_the_hash():
-    seed, sample, position, token = 0x0123456789ABCDEF, 3, 1000, 49_151
+@pytest.mark.parametrize("sample", [3, FULL])
+def test_noise_is_the_documented_function_of_the_hash(sample):
+    seed, position, token = 0x0123456789ABCDEF, 1000, 49_151
     word = philox((token >> 2, position, sample, Purpose.TOKEN), (0x89ABCDEF, 0x01234567))[token & 3]
     expected = -math.log(-math.log1p(-(word + 0.5) / 2**32))
     assert gumbel(seed, sample, position, torch.tensor([token])).item() == pytest.approx(expected, rel=1e-14)

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from foredraft.sampling.params import SamplingParams
-from foredraft.sampling.warpers import warp
+from foredraft.sampling.warpers import warp, warp_branches
 from tests.sampling.reference import softmax, warp_row
 
 VOCABULARY = 6
@@ -152,3 +152,28 @@ def test_half_precision_is_warped_in_float32_and_float64_stays():
 def test_more_rows_than_the_draft_explains_are_refused():
     with pytest.raises(ValueError, match="3 rows of logits, but 1 draft tokens"):
         warp(torch.zeros(3, 4), SamplingParams(), text=[], prompt_length=0, draft=[1], vocabulary_size=4)
+
+
+@pytest.mark.parametrize("top_k", [0, 20])
+@pytest.mark.parametrize("text_length", [0, 3, 5])
+def test_rows_that_follow_different_branches_equal_each_alone(text_length, top_k):
+    params = SamplingParams(
+        temperature=0.7,
+        top_k=top_k,
+        top_p=0.9,
+        repetition_penalty=1.3,
+        presence_penalty=0.2,
+        frequency_penalty=0.4,
+        min_new_tokens=3,
+        stop_token_ids=(1,),
+    )
+    logits = torch.randn(4, 40_000, generator=torch.Generator().manual_seed(0))
+    logits[1] *= 1e-3  # a nucleus larger than the shortcut
+    text, prompt_length = [7, 7, 8, 9, 7][:text_length], min(text_length, 3)
+    branches = [[], [7, 30], [30, 30, 31], [8]]
+    together = warp_branches(
+        logits, params, text=text, prompt_length=prompt_length, branches=branches, vocabulary_size=40_000
+    )
+    for i, branch in enumerate(branches):
+        alone = warp(logits[i : i + 1], params, text=text + branch, prompt_length=prompt_length, vocabulary_size=40_000)
+        assert torch.equal(together[i : i + 1], alone)
