@@ -217,9 +217,10 @@ class Decoder:
         finally:
             verdict_task.cancel()
             target.close()
+            # Before anything that waits: a consumer that has the last emission may cancel this task.
+            _set(sample.statistics.total_time, time.perf_counter() - sample.started)
             if draft is not None:
                 await self._close_draft(sample, draft)
-            _set(sample.statistics.total_time, time.perf_counter() - sample.started)
 
     def _announce(self, sample: _Sample, draft: DraftSession | None, round_id: int, proposal: Proposal) -> bool:
         """Tell the draft what is being verified, if it can prepare for that; says whether it was told."""

@@ -21,15 +21,16 @@ def generate(target: LoadedModel, draft: LoadedModel, prompt: Sequence[int], par
     ids = torch.tensor([list(prompt)], device=target.model.device)
     sampled = params.temperature > 0
     eos = [] if params.ignore_eos else list(target.eos_token_ids)
+    # What is None would come from the model's own defaults.
     config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=sampled,
-        temperature=params.temperature if sampled else None,
-        top_k=(params.top_k or None) if sampled else None,
-        top_p=params.top_p if sampled else None,
-        min_p=(params.min_p or None) if sampled else None,
+        temperature=params.temperature if sampled else 1.0,
+        top_k=params.top_k if sampled else 0,
+        top_p=params.top_p if sampled else 1.0,
+        min_p=params.min_p if sampled else 0.0,
         repetition_penalty=params.repetition_penalty,
         max_new_tokens=params.max_new_tokens,
-        min_new_tokens=params.min_new_tokens or None,
+        min_new_tokens=params.min_new_tokens,
         eos_token_id=[*eos, *params.stop_token_ids] or None,
         pad_token_id=0,
     )

@@ -214,6 +214,18 @@ async def test_closing_the_generator_frees_both_sessions(stack: Stack) -> None:
     await settled(lambda: stack.target.sessions == stack.draft.sessions == 0)
 
 
+async def test_statistics_are_whole_for_a_consumer_that_leaves_with_the_last_emission(stack: Stack) -> None:
+    generator = Decoder(stack.backends, stack.settings).decode(
+        request(generation_pb2.MODE_OVERLAPPED, 20), stack.statistics
+    )
+    async for emission in generator:
+        if emission.finish_reason:
+            break
+    await generator.aclose()
+    assert stack.statistics.total_time.ToNanoseconds() > 0
+    assert stack.statistics.prepared_tokens > 0
+
+
 async def test_sessions_end_with_the_sample(stack: Stack) -> None:
     await stack.decode()
     await settled(lambda: stack.target.sessions == stack.draft.sessions == 0)
