@@ -138,6 +138,15 @@ def test_a_nucleus_larger_than_the_shortcut_is_exact():
     assert kept.tolist() == list(range(0, 36_000 + 20, 20))
 
 
+@pytest.mark.parametrize("top_k", [0, 1])
+def test_a_row_without_tokens_stays_one_beside_others(top_k):
+    logits = torch.tensor([[0.0, 1.0], [-math.inf, -math.inf]])
+    params = SamplingParams(top_k=top_k, top_p=0.5)
+    warped = warp_branches(logits, params, text=[], prompt_length=0, branches=[[], []], vocabulary_size=2)
+    assert warped[0].tolist() == [-math.inf, 1.0]
+    assert not warped[1].isfinite().any()
+
+
 def test_temperatures_close_to_zero_do_not_overflow():
     assert run([300.0, 299.0, -300.0], temperature=1e-40) == [0.0, -math.inf, -math.inf]
 
