@@ -8,7 +8,7 @@ with Client("127.0.0.1:50051") as client:
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self, TypedDict, Unpack, cast
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int]
+M = TypeVar("M", bound=Message)
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 OPTIONS = (
@@ -309,19 +310,18 @@ def _request(prompt: Prompt | None, options: Options) -> generation_pb2.Generate
     for name in ("method", "mode", "drafter"):
         if name in values:
             values[name] = f"{name}_{values[name]}".upper()
-    sampling = common_pb2.Sampling(**_pop(values, common_pb2.Sampling))
-    speculation = generation_pb2.Speculation(**_pop(values, generation_pb2.Speculation))
+    values["sampling"] = _filled(common_pb2.Sampling, _pop(values, common_pb2.Sampling))
+    values["speculation"] = _filled(generation_pb2.Speculation, _pop(values, generation_pb2.Speculation))
     unknown = values.keys() - generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name.keys()
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
-    request = generation_pb2.GenerateRequest(sampling=sampling, speculation=speculation, **values)
     if messages is not None:
-        request.chat.CopyFrom(_chat(messages))
+        values["chat"] = _chat(messages)
     elif isinstance(prompt, str):
-        request.text = prompt
+        values["text"] = prompt
     else:
-        request.token_ids.CopyFrom(generation_pb2.TokenIds(token_ids=prompt))
-    return request
+        values["token_ids"] = _filled(generation_pb2.TokenIds, {"token_ids": prompt})
+    return _filled(generation_pb2.GenerateRequest, values)
 
 
 def _pop(values: dict[str, Any], message: type[Message]) -> dict[str, Any]:
@@ -329,8 +329,23 @@ def _pop(values: dict[str, Any], message: type[Message]) -> dict[str, Any]:
     return {name: values.pop(name) for name in message.DESCRIPTOR.fields_by_name if name in values}
 
 
+def _filled(kind: type[M], values: Mapping[str, Any]) -> M:
+    """A message with these fields. Raises ValueError or TypeError that names the one whose value it cannot hold."""
+    message = kind()
+    for name, value in values.items():
+        try:
+            message.MergeFrom(kind(**{name: value}))
+        except UnicodeError as error:
+            raise ValueError(f"{name}: has a lone surrogate, which UTF-8 cannot hold") from error
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return message
+
+
 def _chat(messages: Sequence[Mapping[str, str]]) -> generation_pb2.Chat:
-    return generation_pb2.Chat(messages=[generation_pb2.ChatMessage(**message) for message in messages])
+    return generation_pb2.Chat(messages=[_filled(generation_pb2.ChatMessage, message) for message in messages])
 
 
 def _tokenize_request(text: str | None, messages: Sequence[Mapping[str, str]] | None) -> generation_pb2.TokenizeRequest:
@@ -338,4 +353,4 @@ def _tokenize_request(text: str | None, messages: Sequence[Mapping[str, str]] | 
         raise ValueError("give either a text or messages")
     if messages is not None:
         return generation_pb2.TokenizeRequest(chat=_chat(messages))
-    return generation_pb2.TokenizeRequest(text=text)
+    return _filled(generation_pb2.TokenizeRequest, {"text": text})

@@ -141,6 +141,26 @@ async def test_an_option_that_does_not_exist_is_an_error(client: AsyncClient) ->
         await client.generate("Once", temprature=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompt": "Once", "seed": -1}, "seed"),
+        ({"prompt": "Once", "max_new_tokens": 2**32}, "max_new_tokens"),
+        ({"prompt": "Once", "draft_tokens": -1}, "draft_tokens"),
+        ({"prompt": "Once", "sample_count": -1}, "sample_count"),
+        ({"prompt": "Once", "method": "zork"}, "method"),
+        ({"prompt": "lone \ud800 surrogate"}, "text"),
+        ({"prompt": [1, -1]}, "token_ids"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "content"),
+    ],
+)
+async def test_a_value_that_no_request_can_hold_is_an_error_that_names_the_field(
+    client: AsyncClient, arguments: dict, field: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        await client.generate(**arguments)
+
+
 async def test_closing_a_stream_early_ends_the_request(edge: Edge, client: AsyncClient) -> None:
     edge.decoder.script = endless
     async with client.stream("Once") as stream:
