@@ -33,18 +33,20 @@ def chat(
             models.degraded_reason or f"drafted by {models.draft.name if models.draft else 'n-grams of the text'}"
         )
         Console(stderr=True, highlight=False).print(f"{models.target.name}, {drafting}. {HELP}", style="dim")
-        while (line := read_line()) is not None:
-            if line == "/quit":
-                return
-            if line == "/reset":
-                messages = list(start)
-            elif line:
-                messages.append({"role": "user", "content": line})
-                try:
-                    messages.append({"role": "assistant", "content": answer(client, console, messages, options)})
-                except GenerationError as error:
-                    messages.pop()
-                    print(f"error: {explain(error, address)}", file=sys.stderr)
+        # Around them all, since flags may hold what no request can.
+        with plain_errors(address):
+            while (line := read_line()) is not None:
+                if line == "/quit":
+                    return
+                if line == "/reset":
+                    messages = list(start)
+                elif line:
+                    messages.append({"role": "user", "content": line})
+                    try:
+                        messages.append({"role": "assistant", "content": answer(client, console, messages, options)})
+                    except GenerationError as error:
+                        messages.pop()
+                        print(f"error: {explain(error, address)}", file=sys.stderr)
 
 
 def read_line() -> str | None:

@@ -144,6 +144,21 @@ def test_chat_keeps_the_conversation_until_reset(address: str) -> None:
     assert "6 tokens" in once.stderr
 
 
+def test_chat_goes_on_after_an_answer_without_text(address: str) -> None:
+    eos = tiny.tokenizer().eos_token_id
+    result = run("chat", "--address", address, "--logit-bias", f"{eos}=1000", text="Hello\nHello\n")
+    assert result.exit_code == 0
+    assert result.stderr.count("1 tokens") == 2
+    assert "error" not in result.stderr
+
+
+def test_chat_says_what_no_request_can_hold(address: str) -> None:
+    result = run("chat", "--address", address, "--seed", "-1", text="Hello\n")
+    assert result.exit_code == 2
+    assert "seed: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 async def test_ctrl_c_stops_the_services_in_order_and_a_dead_one_stops_all(model: Path) -> None:
     command = [sys.executable, "-m", "foredraft.cli", "up", "--model", str(model), "--listen", "127.0.0.1:0"]
 

@@ -37,10 +37,6 @@ Chat, ChatMessage, TokenIds = generation_pb2.Chat, generation_pb2.ChatMessage, g
             GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="x"), ChatMessage(content="x")])),
             "chat.messages[1].role: is empty; must not be empty",
         ),
-        (
-            GenerateRequest(chat=Chat(messages=[ChatMessage(role="user")])),
-            "chat.messages[0].content: is empty; must not be empty",
-        ),
         (GenerateRequest(text="x", request_id="a" * 129), "request_id: has 129 characters; must have at most 128"),
         (GenerateRequest(text="x", request_id="a\n"), "request_id: has other characters; must be printable ASCII"),
         (GenerateRequest(text="x", request_id="é"), "request_id: has other characters; must be printable ASCII"),
@@ -86,7 +82,7 @@ def test_a_bad_request_is_refused(request_: GenerateRequest, expected: str) -> N
     [
         GenerateRequest(text="x"),
         GenerateRequest(token_ids=TokenIds(token_ids=[0, V - 1] * 3)),
-        GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="x")])),
+        GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="x"), ChatMessage(role="assistant")])),
         GenerateRequest(
             text="x",
             request_id="from ~ here",
