@@ -128,7 +128,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 )
             )
             count = request.sample_count if request.HasField("sample_count") else 1
-            samples = [self._sample(generation, index) for index in range(count)]
+            # More at a time than the target can have would wait there, in a queue that they could fill.
+            places = asyncio.Semaphore(self._backends.target_model.max_sessions or count)
+            samples = [self._sample(generation, index, places) for index in range(count)]
             try:
                 async with aclosing(merge(samples)) as events:
                     async for event in events:
@@ -187,11 +189,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
         return await self._tokenizer.encode_chat(messages)
 
-    async def _sample(self, generation: Generation, index: int) -> AsyncGenerator[Event, None]:
-        """The chunks of one sample, and how it ended."""
+    async def _sample(
+        self, generation: Generation, index: int, places: asyncio.Semaphore
+    ) -> AsyncGenerator[Event, None]:
+        """The chunks of one sample, which begins when one of `places` is free, and how it ended."""
         sample = Sample(self._tokenizer, generation.request, index)
         decoding = self._decoder.decode(self._decode_request(generation, index), sample.statistics)
-        async with aclosing(decoding) as emissions:
+        async with places, aclosing(decoding) as emissions:
             async for emission in emissions:
                 chunk = sample.take(emission)
                 if sample.finish_reason:

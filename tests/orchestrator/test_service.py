@@ -99,6 +99,24 @@ async def test_samples_share_the_seed_differ_in_index_and_interleave(edge: Edge,
     assert len({r.sampling.seed for r in edge.decoder.requests}) == 1
 
 
+async def test_no_more_samples_run_at_a_time_than_the_target_has_sessions(edge: Edge, stub: Stub) -> None:
+    model = common_pb2.Model(max_sessions=2)
+    model.MergeFrom(edge.backends.target_model)
+    edge.backends.target_model = model
+    running = []
+
+    async def script(request: DecodeRequest) -> AsyncGenerator[Emission, None]:
+        running.append(edge.decoder.running)
+        await asyncio.sleep(0)
+        yield emission(tokens("a"), finish=common_pb2.FINISH_REASON_MAX_TOKENS)
+
+    edge.decoder.script = script
+    response = await stub.Generate(Request(text="Once", sample_count=16))
+    assert [completion.text for completion in response.completions] == ["a"] * 16
+    assert len(running) == 16
+    assert max(running) == 2
+
+
 async def test_a_seed_is_chosen_and_told_if_none_is_given(edge: Edge, stub: Stub) -> None:
     seeds = {(await stub.Generate(Request(text="Once"))).seed for _ in range(3)}
     assert len(seeds) == 3
