@@ -99,4 +99,6 @@ def explain(error: Any, address: str) -> str:
             f"nothing answers at {address}; start the services with `foredraft up --model MODEL`, or say where they "
             "are with --address"
         )
+    if error.status is grpc.StatusCode.UNIMPLEMENTED:
+        return f"what answers at {address} is no orchestrator; say with --address where that listens"
     return str(error.message)

@@ -1,5 +1,6 @@
 """The command line: help, what it refuses, and what it does with real services on a tiny model."""
 
+import asyncio
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from foredraft.cli import app
 from foredraft.cli.up import Stack
+from foredraft.serving.server import Server
 from tests import tiny
 
 COMMANDS = ("up", "generate", "chat", "demo", "target-server", "draft-server", "orchestrator")
@@ -92,6 +94,17 @@ def test_without_a_server_it_says_how_to_start_one(command: list[str]) -> None:
     result = run(*command, "--address", NOTHING_THERE)
     assert result.exit_code == 1
     assert "foredraft up --model" in result.stderr
+
+
+async def test_another_servers_address_is_told_from_an_orchestrators() -> None:
+    server = Server("127.0.0.1:0", [])  # as the target's or the draft's: without the service that is asked for
+    await server.start()
+    await server.set_serving()
+    for command in (["generate", "x"], ["chat"]):
+        result = await asyncio.to_thread(run, *command, "--address", server.address)
+        assert result.exit_code == 1
+        assert f"what answers at {server.address} is no orchestrator" in result.stderr
+    await server.stop()
 
 
 def test_generate_prints_the_text(address: str) -> None:
