@@ -251,6 +251,9 @@ class Decoder:
         asked = time.perf_counter()
         fresh = await draft.propose(sample.text, k, self._settings.draft_timeout_s)
         _add(statistics.draft_wait_time, time.perf_counter() - asked)
+        if fresh is None and draft.failure is None:
+            timeout = self._settings.draft_timeout_s
+            statistics.degraded_reason = f"the draft service did not answer within {timeout:g} s"
         return fresh or NOTHING
 
     def _open_target(self, sample: _Sample) -> target_pb2.OpenTarget:

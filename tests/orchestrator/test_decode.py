@@ -145,6 +145,7 @@ async def test_silent_draft_costs_one_timeout_and_is_used_again_when_it_answers(
     assert output == expected(400)
     assert stack.statistics.plain_rounds > 10
     assert stack.target.rounds[-1].token_ids, "drafting did not resume"
+    assert stack.statistics.degraded_reason == "the draft service did not answer within 0.1 s"
 
 
 async def test_draft_that_dies_leaves_plain_decoding_and_says_so(stack: Stack) -> None:
