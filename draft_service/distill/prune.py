@@ -91,5 +91,5 @@ def frequent_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
     counts = counts.double().clone()
     counts[list(always)] = torch.inf
     # Of tokens that never occur the lowest ids: tokenizers learn frequent tokens first.
-    counts -= torch.arange(len(counts)) / (2.0 * len(counts))
+    counts -= 1e-6 * torch.arange(len(counts)) / len(counts)
     return counts.topk(min(size, len(counts))).indices.sort().values
