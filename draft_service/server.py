@@ -53,7 +53,7 @@ async def main(settings: DraftSettings) -> int:
     await server.start()
     try:
         draft = await start_draft(settings, server)
-    except StartError:
+    except Exception:
         await server.stop()
         raise
     await server.set_serving()

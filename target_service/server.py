@@ -49,7 +49,7 @@ async def main(settings: TargetSettings) -> int:
     await server.start()
     try:
         target = await start_target(settings, server)
-    except StartError:
+    except Exception:
         await server.stop()
         raise
     await server.set_serving()

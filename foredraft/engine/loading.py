@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -184,7 +185,7 @@ def _load_weights(name: str, source: dict[str, Any], config: PreTrainedConfig, d
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the weights of {name} cannot be loaded: {error}") from error
     model: PreTrainedModel = loaded[0]
     missing: list[str] = sorted(loaded[1]["missing_keys"])

@@ -40,6 +40,11 @@ def check_logits(engine: "Engine") -> None:
         expected = torch.cat((expected, expected[half : half + 2]))
     for session in (slot, *(row.slot for row in company)):
         engine.close(session)
+    if expected.isnan().any():
+        raise ModelError(
+            f"the weights of {type(engine.model).__name__} give logits that are not numbers; they are damaged, or "
+            f"{engine.model.dtype} is too small for them"
+        )
     # A restricted head leaves tokens out: their logits are -inf.
     listed = expected.isfinite()
     errors = (torch.cat(computed) - expected).where(listed, 0).norm(dim=-1) / expected.where(listed, 0).norm(dim=-1)

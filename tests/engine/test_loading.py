@@ -146,7 +146,11 @@ def test_what_cannot_be_loaded_is_said_in_a_sentence(directory: Path, tmp_path: 
     broken = shutil.copytree(directory, tmp_path / "broken")
     tiny.model(layers=1, padding_rows=8).save_pretrained(tmp_path / "small")
     shutil.copy(tmp_path / "small" / "model.safetensors", broken)
+    truncated = shutil.copytree(directory, tmp_path / "truncated")
+    weights = (truncated / "model.safetensors").read_bytes()
+    (truncated / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     for name, options, sentence in (
+        (str(truncated), {}, "the weights of .* cannot be loaded"),
         (str(tmp_path / "nowhere"), {}, "is no directory, no .gguf file and no hub model"),
         (str(tmp_path / "empty"), {}, "convert the weights to safetensors"),
         (str(directory / "config.json"), {}, "give the directory"),
@@ -157,3 +161,11 @@ def test_what_cannot_be_loaded_is_said_in_a_sentence(directory: Path, tmp_path: 
     ):
         with pytest.raises(ModelError, match=sentence):
             load(name, **options)
+
+
+def test_weights_that_are_not_numbers_are_called_damaged() -> None:
+    model = tiny.model()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(ModelError, match="not numbers; they are damaged"):
+        Engine(model, max_model_len=64, max_sessions=2)
