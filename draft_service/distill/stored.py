@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draft_service.distill.files import write_whole
 from draft_service.distill.prune import prune
 from foredraft.engine.errors import ModelError
 from foredraft.engine.head import SIZE, write_token_ids
@@ -41,7 +42,7 @@ class Stored:
         """Write the two files; weights as bfloat16."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in self.weights.items()}
-        save_file({**tensors, HEAD_IDS: self.head_ids.int()}, directory / WEIGHTS)
+        write_whole(directory / WEIGHTS, save({**tensors, HEAD_IDS: self.head_ids.int()}))
         description = {
             "layers": list(self.layers),
             "head_size": len(self.head_ids),
@@ -119,6 +120,9 @@ def write_model(read: Stored, target: LoadedModel, output: Path) -> Path:
         for name, content in target.tokenizer_files().items():
             (work / name).write_bytes(content)
         write_token_ids(work, read.head_ids.tolist(), target.vocabulary_hash)
+        # A temporary directory and safetensors' files are for their owner alone; a server may run as somebody else.
+        for file in work.iterdir():
+            file.chmod(0o644)
         work.chmod(0o755)
         work.rename(output)
     except BaseException:
