@@ -33,7 +33,8 @@ def generate(
     draft_model: Annotated[str | None, typer.Option("--draft-model", help="For hf and manual: the draft.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="For hf and manual: the type of the weights.")] = "auto",
 ) -> None:
-    """Generate text from PROMPT."""
+    """Generate text from PROMPT: at most 256 tokens, unless --max-new-tokens says otherwise."""
+    options.setdefault("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     if prompt in (None, "-"):
         if sys.stdin.isatty():
             raise ConfigError(
@@ -94,7 +95,7 @@ def in_process(
 
     k = options.pop("draft_tokens", DEFAULT_DRAFT_TOKENS) if draft_model else 0
     options["method"] = f"METHOD_{options.get('method', 'coupled').upper()}"
-    sampling = {"seed": random.getrandbits(64), "max_new_tokens": DEFAULT_MAX_NEW_TOKENS, **options}
+    sampling = {"seed": random.getrandbits(64), **options}
     try:
         target = load(model, dtype=dtype)
         draft = load(draft_model, dtype=dtype) if draft_model else target
