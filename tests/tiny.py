@@ -3,6 +3,7 @@
 The tokenizer is a byte-level BPE, so any text survives encoding and decoding; it has a ChatML template and "<|im_end|>"
 as end-of-sequence token. Weights follow from (seed, parameter name): a model with fewer `layers` is the bottom of the
 one with more, and one with `noise` is a perturbed copy of the one without, so that both make believable drafts.
+Idle layers change nothing but the time a forward takes.
 """
 
 import zlib
@@ -66,11 +67,13 @@ def model(
     hidden: int = 64,
     padding_rows: int = 0,
     max_length: int = 512,
+    idle_layers: int = 0,
 ) -> PreTrainedModel:
     """A random model. `kind`: llama, llama-tied, qwen2, gpt2 or mistral (sliding window of 24 tokens).
 
     `noise` is relative to each parameter's own standard deviation; 0.05 to 0.1 makes a useful draft. `padding_rows` are
-    rows of the embedding beyond what the tokenizer knows.
+    rows of the embedding beyond what the tokenizer knows. `idle_layers` (of Llama shapes) follow the `layers` and add
+    nothing to the residual stream.
     """
     vocabulary_rows = VOCABULARY_SIZE + padding_rows
     eos = tokenizer().eos_token_id
@@ -78,7 +81,7 @@ def model(
     shape = {
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": layers + idle_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": max_length,
@@ -95,6 +98,10 @@ def model(
     else:
         raise ValueError(f"unknown kind {kind!r}")
     _randomise(result, seed, noise)
+    with torch.no_grad():
+        for layer in result.base_model.layers[layers:] if idle_layers else ():
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
     return result.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype).eval()
 
 
@@ -108,10 +115,11 @@ def save_model(
     hidden: int = 64,
     padding_rows: int = 0,
     max_length: int = 512,
+    idle_layers: int = 0,
 ) -> Path:
     """Saves such a model and the tokenizer in the directory `path`, and returns it."""
     path = Path(path)
-    model(kind, dtype, seed, noise, layers, hidden, padding_rows, max_length).save_pretrained(path)
+    model(kind, dtype, seed, noise, layers, hidden, padding_rows, max_length, idle_layers).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
 

@@ -36,7 +36,8 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
     """The target with all orchestrators and drafts, ready."""
     directory = tmp_path_factory.mktemp("e2e")
     shape = {"dtype": "float64", "max_length": CONTEXT, "layers": 2}
-    target_model = tiny.save_model(directory / "target", **shape)
+    # A target as fast as its draft would never leave it the time to prepare for a verdict.
+    target_model = tiny.save_model(directory / "target", idle_layers=12, **shape)
     draft_models = {name: tiny.save_model(directory / name, noise=noise, **shape) for name, noise in DRAFTS.items()}
     target = processes.target(directory / "target.log", model=target_model, dtype="float64", max_sessions=32)
     result = Tiny(directory, target_model, draft_models, target)

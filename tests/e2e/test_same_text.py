@@ -42,7 +42,7 @@ def random_request(rng: random.Random) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "seed": rng.getrandbits(64),
-        "max_new_tokens": rng.randrange(10, 48),
+        "max_new_tokens": rng.randrange(10, 34),
         "temperature": rng.choice([0, 0.7, 1.0]),
         **request,
     }
