@@ -19,6 +19,7 @@ class Drafter(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAFTER_UNSPECIFIED: _ClassVar[Drafter]
     DRAFTER_MODEL: _ClassVar[Drafter]
     DRAFTER_NGRAM: _ClassVar[Drafter]
+    DRAFTER_COMBINED: _ClassVar[Drafter]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -35,6 +36,7 @@ METHOD_BLOCK: Method
 DRAFTER_UNSPECIFIED: Drafter
 DRAFTER_MODEL: Drafter
 DRAFTER_NGRAM: Drafter
+DRAFTER_COMBINED: Drafter
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_EOS: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason

@@ -70,18 +70,20 @@ class DraftResponse(_message.Message):
     def __init__(self, proposal: _Optional[_Union[Proposal, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("base", "token_ids", "q", "compute_us", "queue_us")
+    __slots__ = ("base", "token_ids", "q", "compute_us", "queue_us", "prepared_token_count")
     BASE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     base: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     q: _common_pb2.SparseDistributions
     compute_us: int
     queue_us: int
-    def __init__(self, base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[_common_pb2.SparseDistributions, _Mapping]] = ..., compute_us: _Optional[int] = ..., queue_us: _Optional[int] = ...) -> None: ...
+    prepared_token_count: int
+    def __init__(self, base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[_common_pb2.SparseDistributions, _Mapping]] = ..., compute_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., prepared_token_count: _Optional[int] = ...) -> None: ...
 
 class Prepared(_message.Message):
     __slots__ = ("round_id", "accepted", "next_token", "token_ids", "q")

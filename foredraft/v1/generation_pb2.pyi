@@ -140,7 +140,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_token_count: _Optional[int] = ..., completion_token_count: _Optional[int] = ...) -> None: ...
 
 class SpeculationStatistics(_message.Message):
-    __slots__ = ("mode", "reproducibility", "rounds", "plain_rounds", "drafted", "accepted", "drafted_per_position", "accepted_per_position", "mean_accepted_length", "hits", "misses", "prepared_tokens", "used_tokens", "time_to_first_token", "total_time", "target_time", "queue_time", "draft_wait_time", "wire_time", "degraded_reason")
+    __slots__ = ("mode", "reproducibility", "rounds", "plain_rounds", "drafted", "accepted", "drafted_per_position", "accepted_per_position", "mean_accepted_length", "hits", "misses", "prepared_tokens", "used_tokens", "time_to_first_token", "total_time", "target_time", "queue_time", "draft_wait_time", "wire_time", "degraded_reason", "hits_all_accepted", "misses_all_accepted", "late_hits", "draft_time")
     MODE_FIELD_NUMBER: _ClassVar[int]
     REPRODUCIBILITY_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,10 @@ class SpeculationStatistics(_message.Message):
     DRAFT_WAIT_TIME_FIELD_NUMBER: _ClassVar[int]
     WIRE_TIME_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_REASON_FIELD_NUMBER: _ClassVar[int]
+    HITS_ALL_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    MISSES_ALL_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    LATE_HITS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TIME_FIELD_NUMBER: _ClassVar[int]
     mode: Mode
     reproducibility: Reproducibility
     rounds: int
@@ -181,7 +185,11 @@ class SpeculationStatistics(_message.Message):
     draft_wait_time: _duration_pb2.Duration
     wire_time: _duration_pb2.Duration
     degraded_reason: str
-    def __init__(self, mode: _Optional[_Union[Mode, str]] = ..., reproducibility: _Optional[_Union[Reproducibility, str]] = ..., rounds: _Optional[int] = ..., plain_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., mean_accepted_length: _Optional[float] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., prepared_tokens: _Optional[int] = ..., used_tokens: _Optional[int] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., target_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draft_wait_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wire_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., degraded_reason: _Optional[str] = ...) -> None: ...
+    hits_all_accepted: int
+    misses_all_accepted: int
+    late_hits: int
+    draft_time: _duration_pb2.Duration
+    def __init__(self, mode: _Optional[_Union[Mode, str]] = ..., reproducibility: _Optional[_Union[Reproducibility, str]] = ..., rounds: _Optional[int] = ..., plain_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., mean_accepted_length: _Optional[float] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., prepared_tokens: _Optional[int] = ..., used_tokens: _Optional[int] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., target_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draft_wait_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wire_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., degraded_reason: _Optional[str] = ..., hits_all_accepted: _Optional[int] = ..., misses_all_accepted: _Optional[int] = ..., late_hits: _Optional[int] = ..., draft_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
     __slots__ = ("started", "chunk", "completed")
