@@ -34,13 +34,17 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens that follow the first `base` tokens of the text; times in seconds."""
+    """Draft tokens that follow the first `base` tokens of the text; times in seconds.
+
+    The first `prepared_count` had been drafted for just this verdict before the commit came.
+    """
 
     base: int
     token_ids: list[int]
     q: SparseQ | None
     compute_s: float
     queue_s: float
+    prepared_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

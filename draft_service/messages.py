@@ -47,6 +47,7 @@ def response(answer: Proposal | Prepared) -> draft_pb2.DraftResponse:
         q=q,
         compute_us=round(answer.compute_s * 1e6),
         queue_us=round(answer.queue_s * 1e6),
+        prepared_token_count=answer.prepared_count,
     )
     return draft_pb2.DraftResponse(proposal=proposal)
 

@@ -20,10 +20,11 @@ from foredraft.engine.engine import Engine, Node, Row, Slot
 
 @dataclass(slots=True)
 class Request:
-    """A proposal that is asked for: at most `limit` tokens."""
+    """A proposal that is asked for: at most `limit` tokens, of which `prepared` were there when it came."""
 
     limit: int
     received: float
+    prepared: int
     compute_s: float = 0.0
 
 
@@ -65,7 +66,8 @@ class ModelSession:
                 agreed = base + common_length(self.slot.tokens[base:], token_ids)
                 self.engine.rollback(self.slot, min(len(self.slot.tokens), agreed, len(self.text) - 1))
         if max_tokens > 0:
-            self.request = Request(min(max_tokens, self.room(len(self.text))), received)
+            prepared = len(branch.draft.tokens) if branch is not None else 0
+            self.request = Request(min(max_tokens, self.room(len(self.text))), received, prepared)
             self._answer_if_done()
 
     def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int) -> None:
@@ -164,8 +166,10 @@ class ModelSession:
         tokens = self.draft.tokens[: max(0, request.limit)]
         self._counters.proposals += 1
         self._counters.proposed_tokens += len(tokens)
-        queued = time.perf_counter() - request.received - request.compute_s
-        self._emit(Proposal(len(self.text), tokens, self.draft.q(len(tokens)), request.compute_s, max(0.0, queued)))
+        queued = max(0.0, time.perf_counter() - request.received - request.compute_s)
+        prepared = min(request.prepared, len(tokens))
+        q = self.draft.q(len(tokens))
+        self._emit(Proposal(len(self.text), tokens, q, request.compute_s, queued, prepared))
 
     def _end_preparation(self, base: int, token_ids: list[int], *, wanted: bool) -> Branch | None:
         """Learn from the verdict, and return what was prepared for it, if any was."""

@@ -65,7 +65,7 @@ class NgramSession:
         """See DraftSession."""
         started = time.perf_counter()
         index = self._index
-        self._count_verdict(base, token_ids)
+        prepared_count = self._count_verdict(base, token_ids)
         if index.tokens[base:] != token_ids:
             index.truncate(base)
             index.extend(token_ids)
@@ -75,7 +75,8 @@ class NgramSession:
         self._counters.proposals += 1
         self._counters.proposed_tokens += len(tokens)
         compute = time.perf_counter() - started
-        self._emit(Proposal(len(index.tokens), tokens, self._q(tokens), compute, started - received))
+        prepared_count = min(prepared_count, len(tokens))
+        self._emit(Proposal(len(index.tokens), tokens, self._q(tokens), compute, started - received, prepared_count))
 
     def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int) -> None:
         """See DraftSession. One verdict is prepared for: all is accepted, and the text goes on repeating itself."""
@@ -109,15 +110,18 @@ class NgramSession:
     def _q(self, tokens: list[int]) -> SparseQ | None:
         return one_hot(tokens) if self._opening.needs_q else None
 
-    def _count_verdict(self, base: int, token_ids: list[int]) -> None:
+    def _count_verdict(self, base: int, token_ids: list[int]) -> int:
+        """How many tokens were prepared for this verdict."""
         if self._verified is None or base != len(self._index.tokens):
-            return
+            return 0
         prepared = self._prepared
         hit = prepared is not None and token_ids == [*self._verified, prepared.next_token]
+        used = len(prepared.token_ids) if hit and prepared is not None else 0
         self._counters.hits += hit
         self._counters.misses += not hit
-        self._counters.used_tokens += len(prepared.token_ids) if hit and prepared is not None else 0
+        self._counters.used_tokens += used
         self._verified = self._prepared = None
+        return used
 
 
 class NgramDrafter:

@@ -284,7 +284,8 @@ def test_a_hit_computes_nothing_again(drafter: ModelDrafter, engine: Engine) -> 
     answer = client.prepared()[0]
     computed = engine.computed_tokens
     client.commit([*proposal.token_ids[: answer.accepted], answer.next_token], k=len(answer.token_ids))
-    assert client.proposal().token_ids == answer.token_ids
+    again = client.proposal()
+    assert (again.token_ids, again.prepared_count) == (answer.token_ids, len(answer.token_ids))
     assert engine.computed_tokens == computed
     # Of the next round only the last draft token has never been run.
     client.verifying(2, answer.token_ids, 4)
@@ -351,7 +352,9 @@ def test_a_branch_cut_short_is_continued_by_the_proposal_for_its_verdict(
     forwards = engine.forwards
     client.commit([*proposal.token_ids[: branch.accepted], branch.next_token], k=4)
     finish(drafter)
-    assert client.proposal().token_ids == draft.draft(client.opened, client.text, 4)[0]
+    continued = client.proposal()
+    assert continued.token_ids == draft.draft(client.opened, client.text, 4)[0]
+    assert (proposal.prepared_count, continued.prepared_count) == (0, 1)
     assert engine.forwards == forwards + 3
 
 

@@ -75,7 +75,7 @@ def test_prepares_for_the_verdict_that_the_text_goes_on_repeating() -> None:
     assert answers == [Prepared(7, 1, ord("d"), ids("ef"), None)]
     session.commit(8, ids("cd"), 2, time.perf_counter())
     assert isinstance(answers[1], Proposal)
-    assert (answers[1].base, answers[1].token_ids) == (10, ids("ef"))
+    assert (answers[1].base, answers[1].token_ids, answers[1].prepared_count) == (10, ids("ef"), 2)
 
 
 def test_a_round_on_another_text_is_ignored() -> None:

@@ -108,8 +108,10 @@ async def test_a_hit_costs_no_forward(service: Service) -> None:
         prepared = (await client.wait_prepared(4))[0]
         counters = service.model_counters
         hits, forwards = counters.hits, counters.forwards
-        again = await client.propose([*proposal[: prepared.accepted], prepared.next_token], len(prepared.token_ids))
-        assert again == prepared.token_ids
+        await client.commit([*proposal[: prepared.accepted], prepared.next_token], len(prepared.token_ids))
+        again = await client.proposal()
+        assert again.token_ids == prepared.token_ids
+        assert again.prepared_token_count == len(prepared.token_ids)
         assert (counters.hits, counters.forwards) == (hits + 1, forwards)
 
 
