@@ -13,6 +13,7 @@ from draft_service.scheduler import Scheduler
 from draft_service.service import DraftServicer
 from draft_service.stream import Offer, Places
 from foredraft.config import DraftSettings
+from foredraft.engine.emulated import load_emulated
 from foredraft.engine.engine import Engine
 from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel, load
@@ -120,6 +121,15 @@ async def start_draft(settings: DraftSettings, server: Server) -> Draft:
 
 def _load(settings: DraftSettings, name: str, threads: int) -> tuple[LoadedModel, Engine]:
     torch.set_num_threads(threads)
+    tree_size = TREE_TOKENS_PER_BRANCH * max(settings.branches, 4)
+    if (cost := settings.emulation.draft) is not None:
+        return load_emulated(
+            cost,
+            settings.emulation.accept,
+            max_model_len=settings.max_model_len or DEFAULT_MAX_MODEL_LEN,
+            max_sessions=settings.max_sessions,
+            tree_size=tree_size,
+        )
     model = load(name, dtype=settings.dtype, device=settings.device, layers=settings.draft_layers)
     max_model_len = settings.max_model_len or min(model.context_length, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > model.context_length:
@@ -130,7 +140,7 @@ def _load(settings: DraftSettings, name: str, threads: int) -> tuple[LoadedModel
         model.model,
         max_model_len=max_model_len,
         max_sessions=settings.max_sessions,
-        tree_size=TREE_TOKENS_PER_BRANCH * max(settings.branches, 4),
+        tree_size=tree_size,
     )
     return model, engine
 

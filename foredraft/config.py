@@ -24,6 +24,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from foredraft import emulation
 from foredraft.speculative_config import BLOCKS, suggest, translate
 from foredraft.speculative_config import ConfigError as ConfigError
 
@@ -46,7 +47,14 @@ def check_address(address: str) -> str:
     return address
 
 
+def check_emulation(text: str) -> str:
+    """Return `text` if it says how to emulate models."""
+    emulation.parse(text)
+    return text
+
+
 Address = Annotated[str, AfterValidator(check_address)]
+Emulate = Annotated[str, AfterValidator(check_emulation)]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Mode = Literal["plain", "sequential", "overlapped"]
@@ -65,7 +73,36 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
 
 
-class TargetSettings(Settings):
+class ModelSettings(Settings):
+    """What target and draft have."""
+
+    emulate: Emulate | None = Field(
+        None,
+        description=f"Waits and a seeded hash instead of models, to measure all else; such as {emulation.EXAMPLE}.",
+    )
+
+    @property
+    def emulation(self) -> emulation.Emulation:
+        """What `emulate` says."""
+        return emulation.parse(self.emulate) if self.emulate else emulation.Emulation()
+
+
+def stand_in(values: Any, side: Literal["target", "draft"], option: str) -> Any:
+    """`values` with the option that names the model of `side` set, if that is emulated. Raises ValueError if it was."""
+    if not isinstance(values, dict) or not isinstance(values.get("emulate"), str):
+        return values
+    try:
+        emulated = getattr(emulation.parse(values["emulate"]), side) is not None
+    except ValueError:  # The field's own check tells.
+        return values
+    if not emulated:
+        return values
+    if values.get(option) is not None:
+        raise ValueError(f"{option} and emulate with {side}= exclude each other; leave one out")
+    return {**values, option: "emulated"}
+
+
+class TargetSettings(ModelSettings):
     """`foredraft target-server`."""
 
     model: str = Field(min_length=1, description="Target model: Transformers directory, hub id or .gguf file.")
@@ -88,8 +125,14 @@ class TargetSettings(Settings):
         600.0, gt=0, validation_alias="target_idle_timeout_s", description="Seconds until a silent session is closed."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def emulated(cls, values: Any) -> Any:
+        """An emulated target needs no model."""
+        return stand_in(values, "target", "model")
 
-class DraftSettings(Settings):
+
+class DraftSettings(ModelSettings):
     """`foredraft draft-server`."""
 
     draft_model: str | None = Field(None, description="Draft model: Transformers directory, hub id or .gguf file.")
@@ -122,6 +165,12 @@ class DraftSettings(Settings):
     idle_timeout_s: float = Field(
         600.0, gt=0, validation_alias="draft_idle_timeout_s", description="Seconds until a silent session is closed."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def emulated(cls, values: Any) -> Any:
+        """An emulated draft needs no model."""
+        return stand_in(values, "draft", "draft_model")
 
     @model_validator(mode="after")
     def resolve(self) -> Self:
@@ -287,11 +336,11 @@ def default_text(name: str) -> str:
 
 
 def sections() -> list[tuple[str, list[str]]]:
-    """Option names under the heading of the one service that has them, or of all services."""
-    shared = list(options(Settings))
+    """Option names under the heading of the services that have them."""
+    shared, models = options(Settings), options(ModelSettings)
     titles = ("Target", "Draft", "Orchestrator")
-    groups = [(t, [n for n in options(s) if n not in shared]) for t, s in zip(titles, SERVICES, strict=True)]
-    return [*groups, ("All services", shared)]
+    groups = [(t, [n for n in options(s) if n not in models]) for t, s in zip(titles, SERVICES, strict=True)]
+    return [*groups, ("Target and draft", [n for n in models if n not in shared]), ("All services", list(shared))]
 
 
 def markdown_table() -> str:

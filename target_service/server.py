@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.config import TargetSettings
+from foredraft.engine.emulated import load_emulated
 from foredraft.engine.engine import Engine
 from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel, load
@@ -105,6 +106,13 @@ async def start_target(settings: TargetSettings, server: Server, *, queue_timeou
 
 def _load(settings: TargetSettings, threads: int) -> tuple[LoadedModel, Engine, dict[str, bytes]]:
     torch.set_num_threads(threads)
+    if (cost := settings.emulation.target) is not None:
+        model, engine = load_emulated(
+            cost,
+            max_model_len=settings.max_model_len or DEFAULT_MAX_MODEL_LEN,
+            max_sessions=settings.max_sessions,
+        )
+        return model, engine, model.tokenizer_files()
     model = load(settings.model, dtype=settings.dtype, device=settings.device)
     max_model_len = settings.max_model_len or min(model.context_length, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > model.context_length:
