@@ -6,7 +6,7 @@ while not finished:
     draft.verifying(proposal)                     # it prepares answers for likely verdicts and pushes them
     verdict = await verdict_task
     emit(verdict)
-    proposal = prepared[verdict] or draft.propose(text)   # hit: already here; miss: drafted now
+    proposal = prepared[verdict] or draft.propose(text)   # hit: already here; miss: drafted now, or a plain round
 """
 
 import asyncio
@@ -22,12 +22,16 @@ from foredraft.config import OrchestratorSettings
 from foredraft.serving.errors import unavailable
 from foredraft.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 from orchestrator.backends import Backends
+from orchestrator.costs import TargetCosts
 from orchestrator.draft import DraftSession, Proposal
-from orchestrator.draft_length import DraftLength, History
+from orchestrator.draft_length import DraftLength, Shared
 from orchestrator.target import Metadata, TargetSession, TimedVerdict, is_lost
 
 # Emissions that a slow reader may leave unread before the loop waits for it.
 MAX_UNREAD = 64
+
+# Replies of at most so many tokens are decoded plainly: the draft would have to read the prompt for a round or two.
+SHORT_REPLY = 4
 
 NOTHING = Proposal([])
 
@@ -71,10 +75,10 @@ class _Sample:
     request: DecodeRequest
     statistics: generation_pb2.SpeculationStatistics
     length: DraftLength
+    costs: TargetCosts
     context_length: int
     text: list[int]
     draft_refused: bool = False
-    last_verdict: float | None = None
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -83,12 +87,28 @@ class _Sample:
         emitted = len(self.text) - len(self.request.prompt)
         return min(self.request.sampling.max_new_tokens - emitted, self.context_length - len(self.text))
 
+    @property
+    def worth_drafting(self) -> bool:
+        """Whether a draft session is of use: not for short replies, and not while plain rounds are faster."""
+        if self.request.draft_tokens is None and self.request.sampling.max_new_tokens <= SHORT_REPLY:
+            return False
+        return self.length.prepare(self.wanted) > 0
+
     def timeout(self) -> float | None:
         deadline = self.request.deadline
         return None if deadline is None else max(0.0, deadline - time.perf_counter())
 
     def metadata(self) -> Metadata:
         return (("x-request-id", self.request.request_id),)
+
+    def count_foreseen(self, drafted: int, accepted: int, *, hit: bool) -> None:
+        """Count the verdict on a round that the draft was told of."""
+        self.length.foreseen(drafted, hit)
+        statistics = self.statistics
+        statistics.hits += hit
+        statistics.misses += not hit
+        statistics.hits_all_accepted += hit and accepted == drafted
+        statistics.misses_all_accepted += not hit and accepted == drafted
 
     def receive(self, timed: TimedVerdict, proposal: Proposal) -> Emission:
         """Append what the verdict emits to the text, and count it."""
@@ -99,9 +119,9 @@ class _Sample:
         else:
             drafted = verdict.accepted  # What follows the end of the text was not verified.
         self.text += tokens
-        now = time.perf_counter()
-        self.length.observe(drafted, verdict.accepted, None if self.last_verdict is None else now - self.last_verdict)
-        self.last_verdict = now
+        if verdict.round_id > 0:  # The opening read the prompt.
+            self._learn(timed)
+        self.length.observe(drafted, verdict.accepted)
         self._count(timed, drafted)
         stopped_by_token = verdict.finish_reason in (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN)
         return Emission(
@@ -111,6 +131,16 @@ class _Sample:
             logprobs=list(verdict.logprobs),
             finish_reason=verdict.finish_reason,
             stop_token_id=tokens[-1] if stopped_by_token else None,
+        )
+
+    def _learn(self, timed: TimedVerdict) -> None:
+        timing = timed.verdict.timing
+        self.costs.add(
+            rows=max(1, timing.batch_rows),
+            tokens=max(1, timing.batch_tokens),
+            compute=1e-6 * timing.compute_us,
+            queue=1e-6 * timing.queue_us,
+            elapsed=timed.elapsed,
         )
 
     def _count(self, timed: TimedVerdict, drafted: int) -> None:
@@ -140,7 +170,8 @@ class Decoder:
     def __init__(self, backends: Backends, settings: OrchestratorSettings) -> None:
         self._backends = backends
         self._settings = settings
-        self._histories: dict[tuple[generation_pb2.Mode, common_pb2.Drafter], History] = {}
+        self._costs = TargetCosts()
+        self._shared: dict[tuple[generation_pb2.Mode, common_pb2.Drafter], Shared] = {}
 
     async def decode(
         self, request: DecodeRequest, statistics: generation_pb2.SpeculationStatistics
@@ -164,16 +195,17 @@ class Decoder:
                 await task
 
     def _sample(self, request: DecodeRequest, statistics: generation_pb2.SpeculationStatistics) -> _Sample:
+        turns = request.mode != generation_pb2.MODE_OVERLAPPED
         length = DraftLength(
             limit=request.max_draft_tokens if request.draft_tokens is None else request.draft_tokens,
-            history=self._histories.setdefault((request.mode, request.drafter), History()),
+            shared=self._shared.setdefault((request.mode, request.drafter), Shared(self._costs, turns)),
             fixed=request.draft_tokens is not None,
             target_accept_rate=self._settings.target_accept_rate,
         )
         statistics.mode = request.mode
         statistics.reproducibility = _reproducibility(request)
         context_length = self._backends.target_model.context_length
-        return _Sample(request, statistics, length, context_length, text=list(request.prompt))
+        return _Sample(request, statistics, length, self._costs, context_length, text=list(request.prompt))
 
     async def _run(self, sample: _Sample, emissions: asyncio.Queue[Emission | Exception | None]) -> None:
         """Decode to the end, reopening the sessions when the target was lost and is back in time."""
@@ -195,7 +227,6 @@ class Decoder:
 
     async def _speculate(self, sample: _Sample, emissions: asyncio.Queue[Emission | Exception | None]) -> None:
         """The decode loop, from the text so far to the end of the sample or of the target's session."""
-        sample.last_verdict = None
         target = TargetSession(self._backends.target, timeout=sample.timeout(), metadata=sample.metadata())
         verdict_task = asyncio.create_task(target.open(self._open_target(sample)))
         draft = self._open_draft(sample)  # Both read the prompt at the same time.
@@ -208,8 +239,7 @@ class Decoder:
                 await emissions.put(emission)
                 if emission.finish_reason:
                     return
-                draft = await self._check_draft(sample, draft)
-                proposal = await self._next_proposal(sample, draft, timed.verdict, announced)
+                proposal, draft = await self._next_proposal(sample, draft, timed.verdict, proposal, announced)
                 round_id += 1
                 verdict_task = asyncio.create_task(
                     target.verify(round_id, len(sample.text), proposal.token_ids, proposal.q)
@@ -226,35 +256,55 @@ class Decoder:
         """Tell the draft what is being verified, if it can prepare for that; says whether it was told."""
         if sample.request.mode != generation_pb2.MODE_OVERLAPPED or draft is None or not draft.usable:
             return False
-        k = sample.length.choose(sample.wanted - 1)
-        if k == 0 or (round_id > 0 and not proposal.token_ids):
+        # At least one token comes before what is prepared.
+        k = sample.length.prepare(sample.wanted - 1)
+        if k == 0:
             return False
-        draft.verifying(round_id, len(sample.text), proposal.token_ids, k)
+        draft.verifying(round_id, sample.text, proposal.token_ids, k)
         return True
 
     async def _next_proposal(
-        self, sample: _Sample, draft: DraftSession | None, verdict: target_pb2.Verdict, announced: bool
-    ) -> Proposal:
-        """The prepared answer to this verdict, else a fresh one, else nothing: a plain round."""
-        statistics = sample.statistics
+        self,
+        sample: _Sample,
+        draft: DraftSession | None,
+        verdict: target_pb2.Verdict,
+        proposal: Proposal,
+        announced: bool,
+    ) -> tuple[Proposal, DraftSession | None]:
+        """The prepared answer to the verdict on `proposal`, else a fresh one, else nothing: a plain round.
+
+        With it comes the draft session to go on with.
+        """
+        prepared = None
+        if announced and draft is not None:
+            prepared = draft.take_prepared(verdict.accepted, verdict.next_token)
+            sample.count_foreseen(len(proposal.token_ids), verdict.accepted, hit=prepared is not None)
+        opened = await self._check_draft(sample, draft)
         k = sample.length.choose(sample.wanted)
-        if k == 0 or draft is None or not draft.usable:
-            return NOTHING
-        prepared = draft.take_prepared(verdict.accepted, verdict.next_token) if announced else None
+        if opened is None or opened is not draft or not draft.usable or k == 0:
+            # A new session reads the text while plain rounds go on.
+            return NOTHING, opened
         if prepared is not None:
-            statistics.hits += 1
-            proposal = prepared.first(k)
-            statistics.used_tokens += len(proposal.token_ids)
-            draft.commit(sample.text)
-            return proposal
-        statistics.misses += announced
-        asked = time.perf_counter()
-        fresh = await draft.propose(sample.text, k, self._settings.draft_timeout_s)
-        _add(statistics.draft_wait_time, time.perf_counter() - asked)
-        if fresh is None and draft.failure is None:
-            timeout = self._settings.draft_timeout_s
-            statistics.degraded_reason = f"the draft service did not answer within {timeout:g} s"
-        return fresh or NOTHING
+            sample.statistics.used_tokens += min(k, len(prepared.token_ids))
+            return prepared.first(k), draft
+        return await self._after_miss(sample, draft), draft
+
+    async def _after_miss(self, sample: _Sample, draft: DraftSession) -> Proposal:
+        k = sample.length.after_miss(sample.wanted)
+        if k == 0:
+            return NOTHING
+        timeout, asked = self._settings.draft_timeout_s, time.perf_counter()
+        fresh = await draft.propose(sample.text, k, timeout)
+        waited = time.perf_counter() - asked
+        sample.length.waited(k, waited)
+        _add(sample.statistics.draft_wait_time, waited)
+        if fresh is None:
+            if draft.failure is None:
+                sample.statistics.degraded_reason = f"the draft service did not answer within {timeout:g} s"
+            return NOTHING
+        _add(sample.statistics.draft_time, fresh.compute_s)
+        sample.statistics.late_hits += fresh.prepared > 0
+        return fresh
 
     def _open_target(self, sample: _Sample) -> target_pb2.OpenTarget:
         request = sample.request
@@ -268,7 +318,7 @@ class Decoder:
 
     def _open_draft(self, sample: _Sample) -> DraftSession | None:
         request, backend = sample.request, self._backends.draft
-        if request.mode == generation_pb2.MODE_PLAIN or sample.draft_refused:
+        if request.mode == generation_pb2.MODE_PLAIN or sample.draft_refused or not sample.worth_drafting:
             return None
         if backend is None:
             sample.statistics.degraded_reason = self._backends.degraded_reason

@@ -20,10 +20,15 @@ MAX_UNSENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens and, for rejection and block verification, the distributions they were drawn from."""
+    """Draft tokens and, for rejection and block verification, the distributions they were drawn from.
+
+    `prepared` of the tokens were drafted before they were asked for; `compute_s` seconds the drafter worked since.
+    """
 
     token_ids: list[int]
     q: common_pb2.SparseDistributions | None = None
+    prepared: int = 0
+    compute_s: float = 0.0
 
     def first(self, count: int) -> Proposal:
         """The first `count` tokens, with their distributions."""
@@ -72,20 +77,21 @@ class DraftSession:
         """Whether the stream is up and no proposal is overdue."""
         return self.failure is None and self._unanswered == 0
 
-    def verifying(self, round_id: int, base: int, token_ids: Sequence[int], max_tokens: int) -> None:
-        """Tell what the target verifies now; answers for its likely verdicts will come as they are ready."""
+    def verifying(self, round_id: int, text: Sequence[int], token_ids: Sequence[int], max_tokens: int) -> None:
+        """Make all of `text` final, and tell what the target verifies after it now.
+
+        Answers for its likely verdicts will come as they are ready.
+        """
+        if len(text) > self._committed:
+            self._commit(text, 0)
         self._round_id = round_id
         self._prepared.clear()
-        message = draft_pb2.Verifying(round_id=round_id, base=base, token_ids=token_ids, max_tokens=max_tokens)
+        message = draft_pb2.Verifying(round_id=round_id, base=len(text), token_ids=token_ids, max_tokens=max_tokens)
         self._send(draft_pb2.DraftRequest(verifying=message))
 
     def take_prepared(self, accepted: int, next_token: int) -> Proposal | None:
         """The continuation prepared for this verdict on the last announced round, if there is one."""
         return self._prepared.get((accepted, next_token))
-
-    def commit(self, text: Sequence[int]) -> None:
-        """Make all of `text` final without asking for a proposal."""
-        self._commit(text, 0)
 
     async def propose(self, text: Sequence[int], max_tokens: int, timeout: float) -> Proposal | None:
         """Make all of `text` final and wait for draft tokens; None if none came within `timeout` seconds.
@@ -101,7 +107,12 @@ class DraftSession:
         if not waiting.done():
             return None
         proposal = waiting.result()
-        return Proposal(list(proposal.token_ids), proposal.q if proposal.HasField("q") else None)
+        return Proposal(
+            list(proposal.token_ids),
+            proposal.q if proposal.HasField("q") else None,
+            prepared=proposal.prepared_token_count,
+            compute_s=1e-6 * proposal.compute_us,
+        )
 
     def _commit(self, text: Sequence[int], max_tokens: int) -> None:
         self._round_id = -1

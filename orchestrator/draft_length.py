@@ -1,79 +1,104 @@
-"""How many tokens to draft next: as many as give the most output per second, judging by the rounds so far."""
+"""How many tokens to draft next, and what to do after a miss: what gives the most output per second, judging by the
+rounds so far."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-# What is believed of each position's acceptance rate before anything was seen: 8 of 10 accepted. Drafting starts, and a
-# few rounds of misses are enough to change it.
-PRIOR_ACCEPTED, PRIOR_DRAFTED = 8.0, 10.0
-# Of the history, what a new sample starts with counts as this many rounds: texts differ more than rounds of one text.
+from orchestrator.costs import DraftCosts, TargetCosts
+
+# Of what is known of others, what a new sample starts with counts as this many rounds: texts differ more than rounds.
 CARRIED = 10.0
-# Older rounds count less, so that estimates follow text and load; about the last 50 rounds matter.
-DECAY = 0.98
-# How much of a k's time one round of any k makes obsolete: what was measured long ago gives way to one new measurement.
-OBSOLESCENCE = 0.1
 # After this many rounds one round is of the other kind, plain or drafting; ever more rarely while that changes nothing.
 PROBE_AFTER, PROBE_AFTER_MOST = 16, 256
 # Drafting rounds of the first sample before the plain round that they are compared with.
 FIRST_DRAFTS = 4
+# Rounds that a try of drafting may take: the draft may have to read the text first, and if it does well goes on.
+TRY_ROUNDS = 24
+# Lengths that are compared: beyond 8 one token more or less matters little.
+LENGTHS = (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
 
-def predicted_acceptance(rates: Sequence[float], k: int) -> float:
-    """Expected accepted / drafted of a round of k tokens; rates[i]: position i, once all before it are accepted."""
-    return _accepted(rates, k) / k
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Draft `k` tokens a round; after a miss wait for `after_miss` tokens, or for none: a plain round at once."""
+
+    k: int
+    after_miss: int
 
 
-def goodput(rates: Sequence[float], times: Sequence[float], k: int) -> float:
-    """Expected tokens per second of rounds that draft k tokens and take times[k] seconds."""
-    return (1 + _accepted(rates, k)) / times[k]
+PLAIN = Choice(0, 0)
 
 
-def _accepted(rates: Sequence[float], k: int) -> float:
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """By number of draft tokens, 0 included: seconds of a round, of the wait for a draft after a miss, and how often
+    the verdict is foreseen."""
+
+    round: Sequence[float]
+    wait: Sequence[float]
+    hit: Sequence[float]
+
+
+def accepted(rates: Sequence[float], k: int) -> float:
+    """Expected accepted tokens of a round of k; rates[i]: position i, once all before it are accepted."""
     return float(sum(accumulate(rates[:k], mul)))
 
 
+def goodput(rates: Sequence[float], estimates: Estimates, choice: Choice) -> float:
+    """Expected tokens per second.
+
+    Rounds follow hits or misses. One after a hit drafts k tokens and its verdict is foreseen with probability hit[k];
+    one after a miss drafts m = after_miss tokens, waits for them and is foreseen with hit[m]. The share of rounds after
+    a hit is that of the chain's stationary distribution.
+    """
+    k, m = choice.k, choice.after_miss
+    hits, misses = estimates.hit[m], 1 - estimates.hit[k]
+    share = hits / (hits + misses) if hits + misses > 0 else 1.0
+    tokens = 1 + share * accepted(rates, k) + (1 - share) * accepted(rates, m)
+    return tokens / (share * estimates.round[k] + (1 - share) * (estimates.wait[m] + estimates.round[m]))
+
+
+def choices(limit: int, *, turns: bool) -> Iterator[Choice]:
+    """What may be chosen besides plain decoding; if draft and target take turns there are only misses."""
+    lengths = [k for k in LENGTHS if k < limit] + [limit] * (limit > 0)
+    for k in lengths:
+        shorter = [] if turns else [m for m in (0, 1, 2, 4, 8, 16, 32) if m < k]
+        yield from (Choice(k, m) for m in (*shorter, k))
+
+
 @dataclass(slots=True)
-class History:
-    """What was seen of one way to draft: seconds of rounds by k, and acceptance by position."""
+class Probing:
+    """When to try the other kind of round: of all samples with one way to draft."""
 
-    times: dict[int, float] = field(default_factory=dict)
-    measured: dict[int, int] = field(default_factory=dict)
+    patience: int = PROBE_AFTER
     rounds: int = 0
-    accepted: dict[int, float] = field(default_factory=dict)
-    drafted: dict[int, float] = field(default_factory=dict)
+    since: int = 0
+    preferred: Choice | None = None
 
-    def add_time(self, k: int, seconds: float) -> None:
-        """Learn how long a round of k draft tokens took."""
+    def due(self, best: Choice) -> bool:
+        """Count a round; whether the next one is to be of the other kind."""
+        if self.preferred is None or (best.k > 0) != (self.preferred.k > 0):
+            self.patience = PROBE_AFTER
+        self.preferred = best
         self.rounds += 1
-        kept = (1 - OBSOLESCENCE) ** (self.rounds - self.measured.get(k, 0))
-        self.times[k] = kept * self.times.get(k, seconds) + (1 - kept) * seconds
-        self.measured[k] = self.rounds
+        self.since += 1
+        if self.since < self.patience:
+            return False
+        self.since = 0
+        self.patience = min(2 * self.patience, PROBE_AFTER_MOST)
+        return True
 
-    def add_round(self, drafted: int, accepted: int) -> None:
-        """Learn from a verdict that accepted this many of this many draft tokens."""
-        for position in range(min(drafted, accepted + 1)):
-            self.accepted[position] = self.accepted.get(position, PRIOR_ACCEPTED) * DECAY + (position < accepted)
-            self.drafted[position] = self.drafted.get(position, PRIOR_DRAFTED) * DECAY + 1
 
-    def rate(self, position: int) -> float:
-        """The acceptance rate at a position."""
-        return self.accepted.get(position, PRIOR_ACCEPTED) / self.drafted.get(position, PRIOR_DRAFTED)
+@dataclass(slots=True)
+class Shared:
+    """What all samples with one way to draft have in common; `turns`: the draft does not work while the target does."""
 
-    def time(self, k: int) -> float:
-        """Seconds of a round of k draft tokens; between those k that were measured, on a straight line.
-
-        Raises ValueError before any was measured.
-        """
-        if k in self.times:
-            return self.times[k]
-        below = max((n for n in self.times if n < k), default=None)
-        above = min((n for n in self.times if n > k), default=None)
-        if below is None or above is None:
-            return self.times[min(self.times, key=lambda n: abs(n - k))]
-        share = (k - below) / (above - below)
-        return self.times[below] + share * (self.times[above] - self.times[below])
+    target: TargetCosts
+    turns: bool = False
+    draft: DraftCosts = field(default_factory=DraftCosts)
+    probing: Probing = field(default_factory=Probing)
 
 
 class DraftLength:
@@ -84,56 +109,87 @@ class DraftLength:
     """
 
     def __init__(
-        self, *, limit: int, history: History, fixed: bool = False, target_accept_rate: float | None = None
+        self, *, limit: int, shared: Shared, fixed: bool = False, target_accept_rate: float | None = None
     ) -> None:
         self._limit = limit
         self._fixed = fixed
         self._target_accept_rate = target_accept_rate
-        self._shared = history
-        self._own = History()
-        for position in range(limit):
-            self._own.drafted[position] = CARRIED
-            self._own.accepted[position] = CARRIED * history.rate(position)
-        self._rounds = self._since_probe = 0
-        self._patience = PROBE_AFTER
-        self._preferred = self._k = limit if fixed else self._best()
+        self._shared = shared
+        self._own = DraftCosts()
+        self._own.believe([shared.draft.acceptance(position) for position in range(limit)], CARRIED)
+        self._best = Choice(limit, limit) if fixed else self._choose()
+        self._next = self._best
+        self._trying = 0
 
     def choose(self, wanted: int) -> int:
         """How many tokens to draft when `wanted` more may be emitted: a round emits one more than it accepts."""
-        return max(0, min(self._k, wanted - 1))
+        return max(0, min(self._next.k, wanted - 1))
 
-    def observe(self, drafted: int, accepted: int, seconds: float | None) -> None:
-        """Learn from a verdict, and from the time since the one before it if there was one."""
-        for history in (self._own, self._shared):
-            history.add_round(drafted, accepted)
-        if seconds is not None:
-            self._shared.add_time(drafted, seconds)
+    def prepare(self, wanted: int) -> int:
+        """How many tokens to prepare for the round after the one in work, when `wanted` may be emitted after that.
+
+        While plain rounds are only tried the draft stays at work.
+        """
+        return max(0, min(max(self._next.k, self._best.k), wanted - 1))
+
+    def after_miss(self, wanted: int) -> int:
+        """How many tokens to wait for when nothing is prepared; 0: a plain round at once."""
+        return max(0, min(self._next.after_miss, wanted - 1))
+
+    def waited(self, k: int, seconds: float) -> None:
+        """Learn how long a draft of k tokens took to come."""
+        self._shared.draft.wait.add(k, seconds)
+
+    def foreseen(self, drafted: int, hit: bool) -> None:
+        """Learn whether the verdict on a round that was announced to the draft was foreseen in time."""
+        self._shared.draft.add_hit(drafted, hit)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Learn from a verdict, and choose anew."""
+        for costs in (self._own, self._shared.draft):
+            costs.add_round(drafted, accepted)
         if self._fixed or self._limit == 0:
             return
-        self._rounds += 1
-        self._since_probe += 1
-        best = self._best()
-        if (best > 0) != (self._preferred > 0):
-            self._patience = PROBE_AFTER
-        self._preferred = self._k = best
-        if self._since_probe >= self._patience:
-            self._since_probe = 0
-            self._patience = min(2 * self._patience, PROBE_AFTER_MOST)
-            self._k = 0 if best > 0 else max(self._candidates(), default=1)
+        self._best = self._choose()
+        self._trying = max(0, self._trying - 1) if drafted == 0 or self._paid(drafted, accepted) else 0
+        due = self._shared.probing.due(self._best)
+        if self._best.k > 0:
+            self._next = PLAIN if due else self._best
+            return
+        if due:
+            self._trying = TRY_ROUNDS
+        self._next = self._longest() if self._trying > 0 else PLAIN
 
-    def _candidates(self) -> list[int]:
+    def _paid(self, drafted: int, accepted: int) -> bool:
+        """Whether a round that accepted so many tokens was faster than plain rounds."""
+        target, draft = self._shared.target, self._shared.draft
+        missed = 1.0 if self._shared.turns else 1 - draft.hit_rate(drafted)
+        return (1 + accepted) * target.round(0) > target.round(drafted) + missed * draft.wait.at(drafted)
+
+    def _allowed(self) -> list[int]:
         """The k above 0 that keep the target accept rate."""
         rates, least = self._rates(), self._target_accept_rate or 0
-        return [k for k in range(1, self._limit + 1) if predicted_acceptance(rates, k) >= least]
+        return [k for k in range(1, self._limit + 1) if accepted(rates, k) / k >= least]
 
-    def _best(self) -> int:
-        candidates, times = self._candidates(), self._shared.times
-        if not candidates:
-            return 0
-        if 0 not in times or len(times) < 2:  # Nothing to compare yet: a few drafts, then a plain round.
-            return 0 if self._rounds >= FIRST_DRAFTS and 0 not in times else max(candidates)
-        seconds = [self._shared.time(k) for k in range(self._limit + 1)]
-        return max([0, *candidates], key=lambda k: goodput(self._rates(), seconds, k))
+    def _longest(self) -> Choice:
+        k = max(self._allowed(), default=min(1, self._limit))
+        return Choice(k, k)
+
+    def _choose(self) -> Choice:
+        allowed, target, draft = self._allowed(), self._shared.target, self._shared.draft
+        if not allowed:
+            return PLAIN
+        if not target.knows(0):  # Nothing to compare with yet: a few drafts, then a plain round.
+            return PLAIN if self._shared.probing.rounds >= FIRST_DRAFTS else self._longest()
+        numbers = range(self._limit + 1)
+        estimates = Estimates(
+            [target.round(k) for k in numbers],
+            [draft.wait.at(k) for k in numbers],
+            [0.0 if self._shared.turns else draft.hit_rate(k) for k in numbers],
+        )
+        rates = self._rates()
+        possible = [c for c in choices(max(allowed), turns=self._shared.turns) if c.k in allowed]
+        return max([PLAIN, *possible], key=lambda choice: goodput(rates, estimates, choice))
 
     def _rates(self) -> list[float]:
-        return [self._own.rate(position) for position in range(self._limit)]
+        return [self._own.acceptance(position) for position in range(self._limit)]

@@ -61,6 +61,10 @@ class Statistics:
     draft_wait_time: float
     wire_time: float
     degraded_reason: str
+    hits_all_accepted: int
+    misses_all_accepted: int
+    late_hits: int
+    draft_time: float
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
             length = end = 0
             async for message in requests:
                 await asyncio.sleep(self.delay)
-                accepted, round_id = 0, 0
+                accepted, round_id, tokens = 0, 0, 1
                 if message.HasField("open"):
                     self.opened.append(message.open)
                     length = len(message.open.token_ids)
@@ -60,6 +60,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
                     assert message.round.base == length
                     round_id = message.round.round_id
                     drafted = message.round.token_ids
+                    tokens += len(drafted)
                     while accepted < len(drafted) and drafted[accepted] == token_at(length + accepted):
                         accepted += 1
                 if self.die_at is not None and length >= self.die_at:
@@ -67,6 +68,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "scripted death")
                 length += accepted + 1
                 verdict = target_pb2.Verdict(round_id=round_id, accepted=accepted, next_token=token_at(length - 1))
+                verdict.timing.compute_us = round(1e6 * self.delay)
+                verdict.timing.batch_rows, verdict.timing.batch_tokens = 1, tokens
                 if length >= end:
                     verdict.finish_reason = common_pb2.FINISH_REASON_MAX_TOKENS
                 yield target_pb2.VerifyResponse(verdict=verdict)

@@ -14,6 +14,7 @@ from foredraft.v1 import common_pb2, draft_pb2_grpc, generation_pb2, target_pb2_
 from orchestrator import backends as backends_module
 from orchestrator.backends import Backends, PairError
 from orchestrator.decode import Decoder, DecodeRequest
+from orchestrator.draft_length import DraftLength
 from tests.orchestrator.scripted import ScriptedDraft, ScriptedTarget, token_at
 
 PROMPT = [token_at(i) for i in range(5)]
@@ -32,17 +33,18 @@ class Stack:
         mode: generation_pb2.Mode = generation_pb2.MODE_OVERLAPPED,
         count: int = 40,
         each: Callable[[list[int]], None] = lambda text: None,
+        draft_tokens: int | None = 4,
     ) -> list[int]:
         """Output tokens; `each` sees the output after every emission."""
         output: list[int] = []
         decoder = Decoder(self.backends, self.settings)
-        async for emission in decoder.decode(request(mode, count), self.statistics):
+        async for emission in decoder.decode(request(mode, count, draft_tokens), self.statistics):
             output += emission.token_ids
             each(output)
         return output
 
 
-def request(mode: generation_pb2.Mode, count: int) -> DecodeRequest:
+def request(mode: generation_pb2.Mode, count: int, draft_tokens: int | None = 4) -> DecodeRequest:
     return DecodeRequest(
         request_id="test",
         prompt=PROMPT,
@@ -51,7 +53,7 @@ def request(mode: generation_pb2.Mode, count: int) -> DecodeRequest:
         logprobs=None,
         mode=mode,
         drafter=common_pb2.DRAFTER_UNSPECIFIED,
-        draft_tokens=4,
+        draft_tokens=draft_tokens,
         max_draft_tokens=4,
     )
 
@@ -119,6 +121,54 @@ async def test_statistics_add_up(stack: Stack) -> None:
     assert statistics.misses > 0
     assert statistics.prepared_tokens >= statistics.used_tokens > 0
     assert statistics.total_time.ToNanoseconds() >= statistics.time_to_first_token.ToNanoseconds() > 0
+
+
+async def test_hits_and_misses_are_told_by_kind(stack: Stack) -> None:
+    stack.target.delay = 0.05
+    stack.draft.wrong = {12, 13, 30}
+    await stack.decode()
+    statistics = stack.statistics
+    # The scripted draft prepares for just one verdict: that all is accepted.
+    assert statistics.hits == statistics.hits_all_accepted > 0
+    assert statistics.misses > statistics.misses_all_accepted == 0
+
+
+async def test_after_a_miss_the_draft_catches_up_while_plain_rounds_go_on(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftLength, "after_miss", lambda self, wanted: 0)
+    stack.target.delay = 0.02
+    stack.draft.wrong = {12, 25}
+    assert await stack.decode() == expected()
+    assert all(commit.max_tokens == 0 for commit in stack.draft.commits), "the target waited for a draft"
+    assert stack.statistics.plain_rounds > 0
+    assert stack.statistics.hits > 0
+    assert stack.statistics.draft_wait_time.ToNanoseconds() == 0
+
+
+async def test_short_replies_are_not_drafted_for_unless_asked(stack: Stack) -> None:
+    assert await stack.decode(count=4, draft_tokens=None) == expected(4)
+    assert stack.statistics.drafted == 0
+    assert await stack.decode(count=4, draft_tokens=4) == expected(4)
+    assert stack.statistics.drafted > 0
+
+
+async def test_a_draft_that_does_not_pay_is_left_alone_and_tried_again(stack: Stack) -> None:
+    stack.target.delay = 0.004  # A draft costs a fraction of that.
+    stack.draft.wrong = set(range(1000))
+    decoder = Decoder(stack.backends, stack.settings)
+
+    async def decode() -> generation_pb2.SpeculationStatistics:
+        statistics = generation_pb2.SpeculationStatistics()
+        sample = request(generation_pb2.MODE_SEQUENTIAL, 300, draft_tokens=None)
+        assert [t async for e in decoder.decode(sample, statistics) for t in e.token_ids] == expected(300)
+        return statistics
+
+    await decode()
+    stack.draft.wrong = set()
+    later = [await decode() for _ in range(4)]
+    assert later[0].plain_rounds > 0
+    assert later[-1].accepted > 200, "drafting did not come back"
 
 
 async def test_draft_tokens_never_exceed_what_may_still_be_emitted(stack: Stack) -> None:

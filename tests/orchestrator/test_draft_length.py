@@ -1,5 +1,6 @@
 """What the choice of k promises."""
 
+import random
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -7,90 +8,192 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.draft_length import PROBE_AFTER_MOST, DraftLength, History, goodput, predicted_acceptance
+from orchestrator.costs import Curve, TargetCosts
+from orchestrator.draft_length import (
+    PLAIN,
+    PROBE_AFTER_MOST,
+    Choice,
+    DraftLength,
+    Estimates,
+    Shared,
+    accepted,
+    choices,
+    goodput,
+)
 
 
-@given(wanted=st.integers(0, 100), limit=st.integers(0, 16))
-def test_a_round_never_emits_more_than_wanted(wanted: int, limit: int) -> None:
-    assert 0 <= DraftLength(limit=limit, history=History()).choose(wanted) <= min(limit, max(0, wanted - 1))
-
-
-def test_predicted_acceptance_is_the_expected_share_of_accepted_tokens() -> None:
-    # One token at .8; two at .8 and .8 * .5.
-    assert predicted_acceptance([0.8, 0.5], 1) == pytest.approx(0.8)
-    assert predicted_acceptance([0.8, 0.5], 2) == pytest.approx((0.8 + 0.4) / 2)
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_predicted_acceptance_falls_with_k(rates: list[float]) -> None:
-    predicted = [predicted_acceptance(rates, k) for k in range(1, len(rates) + 1)]
-    assert all(a >= b - 1e-12 for a, b in pairwise(predicted))
+def shared(*, turns: bool = False) -> Shared:
+    return Shared(TargetCosts(), turns)
 
 
 def run(
-    length: DraftLength, *, rounds: int, seconds: Callable[[int], float], accepted: Callable[[int], int]
+    length: DraftLength,
+    common: Shared,
+    *,
+    rounds: int,
+    forward: Callable[[int], float],
+    takes: Callable[[int], int],
+    wait: Callable[[int], float] = lambda k: 0.0,
+    foreseen: Callable[[int], bool] = lambda k: False,
+    rows: int = 1,
 ) -> list[int]:
-    """Rounds that take seconds(k) and accept accepted(k) of k tokens; returns the k chosen."""
-    chosen = []
+    """Rounds whose forward over n tokens takes forward(n) seconds and accepts takes(k) of k tokens; returns every k."""
+    chosen, hit, drafted = [], False, 0
     for _ in range(rounds):
-        k = length.choose(1000)
-        length.observe(k, accepted(k), seconds(k))
+        k = length.choose(1000) if hit else length.after_miss(1000)
+        if not hit and k:
+            length.waited(k, wait(k))
+        tokens = rows * (1 + k)
+        common.target.add(rows=rows, tokens=tokens, compute=forward(tokens), queue=0.0, elapsed=forward(tokens))
+        drafted = k
+        length.observe(drafted, takes(drafted))
+        hit = not common.turns and length.prepare(1000) > 0 and foreseen(drafted)
+        if not common.turns:
+            length.foreseen(drafted, hit)
         chosen.append(k)
     return chosen
 
 
-def test_goodput_is_expected_tokens_over_time() -> None:
-    assert goodput([0.8, 0.5], [1.0, 1.1, 1.2], 2) == pytest.approx((1 + 0.8 + 0.4) / 1.2)
+def cheap(n: int) -> float:
+    """A forward that costs little more for more tokens, as on a GPU."""
+    return 1 + 0.02 * n
+
+
+@given(wanted=st.integers(0, 100), limit=st.integers(0, 16))
+def test_a_round_never_emits_more_than_wanted(wanted: int, limit: int) -> None:
+    length = DraftLength(limit=limit, shared=shared())
+    for chosen in (length.choose(wanted), length.prepare(wanted), length.after_miss(wanted)):
+        assert 0 <= chosen <= min(limit, max(0, wanted - 1))
+
+
+def test_accepted_is_the_expected_number_of_accepted_tokens() -> None:
+    assert accepted([0.8, 0.5], 1) == pytest.approx(0.8)
+    assert accepted([0.8, 0.5], 2) == pytest.approx(0.8 + 0.8 * 0.5)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_predicted_acceptance_falls_with_k(rates: list[float]) -> None:
+    predicted = [accepted(rates, k) / k for k in range(1, len(rates) + 1)]
+    assert all(a >= b - 1e-12 for a, b in pairwise(predicted))
+
+
+def test_goodput_of_turns_is_the_closed_form() -> None:
+    never = Estimates(round=[1.0, 1.1, 1.2], wait=[0.0, 0.1, 0.2], hit=[0.0] * 3)
+    assert goodput([0.8, 0.5], never, Choice(2, 2)) == pytest.approx((1 + 0.8 + 0.4) / (1.2 + 0.2))
+    assert goodput([0.8, 0.5], never, PLAIN) == pytest.approx(1.0)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 3))
+def test_goodput_of_overlap_is_what_a_simulation_gives(seed: int, k: int, m: int) -> None:
+    rng = random.Random(seed)
+    rates = [rng.uniform(0.2, 0.9) for _ in range(3)]
+    hit = [rng.uniform(0.2, 0.8) for _ in range(4)]
+    estimates = Estimates([1.0, 1.3, 1.4, 1.6], [0.0, 0.2, 0.5, 0.6], hit)
+    # The expectation over many rounds, followed exactly: the probability that a round comes after a hit.
+    after_hit, tokens, seconds = 0.0, 0.0, 0.0
+    for _ in range(3000):
+        tokens += 1 + after_hit * accepted(rates, k) + (1 - after_hit) * accepted(rates, m)
+        seconds += after_hit * estimates.round[k] + (1 - after_hit) * (estimates.wait[m] + estimates.round[m])
+        after_hit = after_hit * hit[k] + (1 - after_hit) * hit[m]
+    assert goodput(rates, estimates, Choice(k, m)) == pytest.approx(tokens / seconds, rel=2e-3)
+
+
+def test_choices_include_every_short_length_and_the_limit() -> None:
+    assert {c.k for c in choices(13, turns=True)} == {*range(1, 9), 10, 12, 13}
+    assert all(c.k == c.after_miss for c in choices(13, turns=True))
+    assert Choice(4, 0) in set(choices(4, turns=False))
 
 
 def test_good_draft_is_used_to_the_full_where_its_rounds_are_cheap() -> None:
-    length = DraftLength(limit=6, history=History())
-    chosen = run(length, rounds=300, seconds=lambda k: 1 + 0.02 * k, accepted=lambda k: k)
+    common = shared(turns=True)
+    chosen = run(DraftLength(limit=6, shared=common), common, rounds=300, forward=cheap, takes=lambda k: k)
     assert chosen[-100:].count(6) >= 98
 
 
 def test_useless_draft_costs_few_rounds() -> None:
-    history = History()
-    first = run(DraftLength(limit=4, history=history), rounds=300, seconds=lambda k: 1 + 0.5 * k, accepted=lambda k: 0)
+    common = shared(turns=True)
+    slow = {"rounds": 300, "forward": lambda n: 1 + 0.5 * n, "takes": lambda k: 0}
+    first = run(DraftLength(limit=4, shared=common), common, **slow)
     assert sum(k > 0 for k in first) < 25
     # A later sample knows from the start.
-    later = run(DraftLength(limit=4, history=history), rounds=300, seconds=lambda k: 1 + 0.5 * k, accepted=lambda k: 0)
-    assert sum(k > 0 for k in later) <= 6
+    later = run(DraftLength(limit=4, shared=common), common, **slow)
+    assert sum(k > 0 for k in later) <= 2
 
 
 def test_slow_draft_is_left_however_good_it_is() -> None:
-    length = DraftLength(limit=4, history=History())
-    chosen = run(length, rounds=300, seconds=lambda k: 1 + 2.0 * k, accepted=lambda k: k)
+    common = shared(turns=True)
+    length = DraftLength(limit=4, shared=common)
+    chosen = run(length, common, rounds=300, forward=cheap, takes=lambda k: k, wait=lambda k: 2.0 * k)
     assert sum(k > 0 for k in chosen[100:]) < 10
 
 
 def test_draft_length_stops_where_tokens_stop_being_accepted() -> None:
-    length = DraftLength(limit=8, history=History())
-    chosen = run(length, rounds=400, seconds=lambda k: 1 + 0.1 * k, accepted=lambda k: min(k, 2))
+    common = shared(turns=True)
+    length = DraftLength(limit=8, shared=common)
+    chosen = run(length, common, rounds=400, forward=lambda n: 1 + 0.1 * n, takes=lambda k: min(k, 2))
     assert sorted(chosen[-100:])[50] == 2
 
 
 def test_drafting_comes_back_when_it_pays_again() -> None:
-    length = DraftLength(limit=4, history=History())
-    run(length, rounds=200, seconds=lambda k: 1 + 2.0 * k, accepted=lambda k: k)
-    chosen = run(length, rounds=1000, seconds=lambda k: 1 + 0.01 * k, accepted=lambda k: k)
+    common = shared(turns=True)
+    length = DraftLength(limit=4, shared=common)
+    run(length, common, rounds=200, forward=cheap, takes=lambda k: k, wait=lambda k: 2.0 * k)
+    chosen = run(length, common, rounds=1000, forward=cheap, takes=lambda k: k)
     assert chosen[-PROBE_AFTER_MOST // 2 :].count(4) > PROBE_AFTER_MOST // 4
 
 
+def test_after_a_miss_a_plain_round_goes_at_once_where_the_draft_is_slow_and_foresees_well() -> None:
+    common = shared()
+    length = DraftLength(limit=4, shared=common)
+    run(length, common, rounds=400, forward=cheap, takes=lambda k: k, wait=lambda k: 2.0, foreseen=lambda k: True)
+    assert (length.choose(1000), length.after_miss(1000)) == (4, 0)
+
+
+def test_after_a_miss_the_target_waits_where_a_draft_comes_soon() -> None:
+    common = shared()
+    length = DraftLength(limit=4, shared=common)
+    run(length, common, rounds=400, forward=cheap, takes=lambda k: k, wait=lambda k: 0.02 * k)
+    assert length.after_miss(1000) == 4
+
+
+def test_drafts_shrink_where_the_batch_makes_their_tokens_dear() -> None:
+    # Memory bound up to 8 tokens, then every token costs its computation.
+    def forward(n: int) -> float:
+        return max(1.0, n / 8)
+
+    last = {}
+    for rows in (1, 8):
+        common = shared(turns=True)
+        length = DraftLength(limit=4, shared=common)
+        last[rows] = run(length, common, rounds=400, forward=forward, takes=lambda k: k // 2, rows=rows)[-50:]
+    assert max(last[1]) == 4
+    assert sum(last[8]) <= 4
+
+
 def test_target_accept_rate_chooses_the_largest_k_that_keeps_it() -> None:
-    length = DraftLength(limit=8, history=History(), target_accept_rate=0.6)
+    common = shared(turns=True)
+    length = DraftLength(limit=8, shared=common, target_accept_rate=0.6)
     # The first two positions are always accepted, the third never; time alone would call for all 8.
-    chosen = run(length, rounds=600, seconds=lambda k: 1.0, accepted=lambda k: min(k, 2))
+    chosen = run(length, common, rounds=600, forward=lambda n: 1.0, takes=lambda k: min(k, 2))
     assert set(chosen[-100:]) <= {0, 2, 3}  # 2/3 >= .6 > 2/4
-    assert max(chosen[-100:]) == 3
 
 
 def test_target_accept_rate_that_nothing_keeps_is_plain_decoding_with_probes() -> None:
-    length = DraftLength(limit=4, history=History(), target_accept_rate=0.9)
-    chosen = run(length, rounds=400, seconds=lambda k: 1.0, accepted=lambda k: 0)
+    common = shared(turns=True)
+    length = DraftLength(limit=4, shared=common, target_accept_rate=0.9)
+    chosen = run(length, common, rounds=400, forward=lambda n: 1.0, takes=lambda k: 0)
     assert 1 <= sum(k > 0 for k in chosen[100:]) < 10
 
 
 def test_fixed_length_stays_whatever_happens() -> None:
-    length = DraftLength(limit=5, history=History(), fixed=True, target_accept_rate=0.99)
-    assert set(run(length, rounds=100, seconds=lambda k: 1 + k, accepted=lambda k: 0)) == {5}
+    common = shared(turns=True)
+    length = DraftLength(limit=5, shared=common, fixed=True, target_accept_rate=0.99)
+    assert set(run(length, common, rounds=100, forward=lambda n: float(n), takes=lambda k: 0)) == {5}
+
+
+def test_a_curve_is_a_straight_line_between_what_was_measured() -> None:
+    curve = Curve()
+    assert curve.at(3, default=7.0) == 7.0
+    curve.add(2, 10.0)
+    curve.add(4, 20.0)
+    assert [curve.at(n) for n in (1, 2, 3, 4, 9)] == [10.0, 10.0, 15.0, 20.0, 20.0]

@@ -1,0 +1,149 @@
+"""What rounds cost and give, as measured; the draft length is chosen from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# How much of a measured value one later measurement of any kind makes obsolete: what was measured long ago gives way.
+OBSOLESCENCE = 0.1
+# A running mean of what every round tells moves by this share.
+SMOOTHING = 0.1
+# What is believed of each position's acceptance rate before anything was seen: 8 of 10 accepted. Drafting starts, and a
+# few rounds of misses are enough to change it.
+PRIOR_ACCEPTED, PRIOR_DRAFTED = 8.0, 10.0
+# Of the verdicts half are foreseen, until something was seen.
+PRIOR_HITS, PRIOR_VERDICTS = 2.0, 4.0
+# Older rounds count less, so that estimates follow text and load; about the last 50 rounds matter.
+DECAY = 0.98
+
+
+class Curve:
+    """A running mean for each whole number, such as seconds by tokens; between numbers on a straight line."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
+        self._measured: dict[int, int] = {}
+        self._count = 0
+
+    def add(self, n: int, value: float) -> None:
+        """Learn a value at n."""
+        self.age()
+        kept = (1 - OBSOLESCENCE) ** (self._count - self._measured.get(n, 0))
+        self.values[n] = kept * self.values.get(n, value) + (1 - kept) * value
+        self._measured[n] = self._count
+
+    def age(self) -> None:
+        """Let what was measured so far count less."""
+        self._count += 1
+
+    def at(self, n: float, default: float = 0.0) -> float:
+        """The value at n; beyond what was measured that of the nearest number, and `default` if nothing was."""
+        if n in self.values:
+            return self.values[int(n)]
+        below = max((m for m in self.values if m < n), default=None)
+        above = min((m for m in self.values if m > n), default=None)
+        if below is None or above is None:
+            nearest = below if above is None else above
+            return default if nearest is None else self.values[nearest]
+        share = (n - below) / (above - below)
+        return self.values[below] + share * (self.values[above] - self.values[below])
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean; 0 before anything was seen."""
+
+    value: float = 0.0
+    seen: bool = False
+
+    def add(self, value: float) -> None:
+        """Learn a value."""
+        self.value += (value - self.value) * (SMOOTHING if self.seen else 1.0)
+        self.seen = True
+
+
+@dataclass(slots=True)
+class Rate:
+    """A share of events, of which the older ones count less."""
+
+    yes: float
+    all: float
+
+    def add(self, yes: bool) -> None:
+        """Learn an event."""
+        self.yes = DECAY * self.yes + yes
+        self.all = DECAY * self.all + 1
+
+    @property
+    def value(self) -> float:
+        """The share."""
+        return self.yes / self.all
+
+
+@dataclass(slots=True)
+class TargetCosts:
+    """Seconds of the target's rounds, of all samples: a forward's by its tokens, and what comes on top.
+
+    `queue` is the wait for the forward in flight, as a part of a forward; `rows` are the sessions in a forward.
+    """
+
+    forward: Curve = field(default_factory=Curve)
+    queue: Mean = field(default_factory=Mean)
+    wire: Mean = field(default_factory=Mean)
+    rows: Mean = field(default_factory=lambda: Mean(1.0))
+
+    def add(self, *, rows: int, tokens: int, compute: float, queue: float, elapsed: float) -> None:
+        """Learn from a round that shared its forward of so many tokens with so many rows; times in seconds."""
+        self.forward.add(tokens, compute)
+        self.queue.add(queue / compute if compute > 0 else 0.0)
+        self.wire.add(max(0.0, elapsed - compute - queue))
+        self.rows.add(rows)
+
+    def round(self, k: int) -> float:
+        """Expected seconds of a round of k draft tokens, if all sessions in the batch draft as many.
+
+        What one of many adds looks cheap beside the batch; if all of them draft for that, all of them wait.
+        """
+        return self.wire.value + (1 + self.queue.value) * self.forward.at(self.rows.value * (1 + k))
+
+    def knows(self, k: int) -> bool:
+        """Whether a forward as small as that of a round of k draft tokens was measured."""
+        return any(tokens < self.rows.value * (1.5 + k) for tokens in self.forward.values)
+
+
+class DraftCosts:
+    """What was seen of one way to draft: acceptance by position, verdicts foreseen and seconds waited, by k."""
+
+    def __init__(self) -> None:
+        self.wait = Curve()
+        self.wait.values[0] = 0.0
+        self._hits: dict[int, Rate] = {}
+        self._acceptance: dict[int, Rate] = {}
+
+    def add_round(self, drafted: int, accepted: int) -> None:
+        """Learn from a verdict that accepted this many of this many draft tokens."""
+        self.wait.age()
+        for position in range(min(drafted, accepted + 1)):
+            self._rate(position).add(position < accepted)
+
+    def add_hit(self, drafted: int, hit: bool) -> None:
+        """Learn whether the verdict on a round of so many draft tokens was foreseen in time."""
+        self._hits.setdefault(drafted, Rate(PRIOR_HITS, PRIOR_VERDICTS)).add(hit)
+
+    def believe(self, rates: Sequence[float], rounds: float) -> None:
+        """Start from acceptance rates of others, as if so many rounds had been seen."""
+        for position, rate in enumerate(rates):
+            self._acceptance[position] = Rate(rounds * rate, rounds)
+
+    def acceptance(self, position: int) -> float:
+        """The acceptance rate at a position, once all before it are accepted."""
+        rate = self._acceptance.get(position)
+        return PRIOR_ACCEPTED / PRIOR_DRAFTED if rate is None else rate.value
+
+    def hit_rate(self, drafted: int) -> float:
+        """How often a verdict on so many draft tokens is foreseen; of the nearest number if that is not known."""
+        if not self._hits:
+            return PRIOR_HITS / PRIOR_VERDICTS
+        return self._hits[min(self._hits, key=lambda n: abs(n - drafted))].value
+
+    def _rate(self, position: int) -> Rate:
+        return self._acceptance.setdefault(position, Rate(PRIOR_ACCEPTED, PRIOR_DRAFTED))
