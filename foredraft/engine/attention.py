@@ -3,12 +3,12 @@
 All new tokens of all sessions lie in one row [1, T]; a `Segment` is one session's range of it. The query heads that
 share a key head are packed into the query axis. Visible lengths are multiples of `LENGTH_STEP` and row counts multiples
 of `row_step`: matrix products take other kernels for what is left over, and a token's result would not have the same
-bits whatever else is in the pass.
+bits whatever else is in the pass. On GPUs small passes have a plan of fixed shape instead: see `static`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,13 @@ UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "alibi", 
 def round_length(length: int) -> int:
     """The next multiple of LENGTH_STEP."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """The values as int64 on a device, without waiting for what it computes."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 def row_step(dtype: torch.dtype) -> int:
@@ -52,12 +59,21 @@ class Segment:
     node_positions: Sequence[int] = ()
 
 
+class Attention(Protocol):
+    """How the tokens of a forward attend. `windows` collects the sliding window of each layer as the layers come by."""
+
+    windows: list[int | None]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """Query [1, H, T, D], key and value [slots, Hkv, stride, D or Dv] -> [1, T, H, Dv]."""
+        ...
+
+
 @dataclass(slots=True)
 class Plan:
-    """What the attention function needs to know about a forward. Masks are built once and shared by the layers.
+    """The segments of a forward, each attended to by itself. Masks are built once and shared by the layers.
 
     `positions` [T] int64 are the tokens' positions, `columns` [max length] int64 counts 0, 1, 2, ...
-    `windows` collects the sliding window of each layer as the layers come by.
     """
 
     segments: Sequence[Segment]
@@ -67,6 +83,31 @@ class Plan:
     row_step: int
     windows: list[int | None] = field(default_factory=list)
     masks: dict[tuple[int | None, int], list[Tensor]] = field(default_factory=dict)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """Query [1, H, T, D], key and value [slots, Hkv, stride, D or Dv] -> [1, T, H, Dv]."""
+        _, heads, tokens, _ = query.shape
+        key_heads = key.shape[1]
+        groups = heads // key_heads
+        outputs = []
+        for segment, mask in zip(self.segments, self.segment_masks(window, groups, query.dtype), strict=True):
+            start, stop, slot = segment.start, segment.stop, segment.slot
+            rows = groups * (stop - start)
+            seen = slice(segment.first, segment.first + segment.length)
+            packed = query[:, :, start:stop].reshape(1, key_heads, rows, -1)
+            if missing := -rows % self.row_step:
+                packed = functional.pad(packed, (0, 0, 0, missing))
+            attended = functional.scaled_dot_product_attention(
+                packed,
+                key[slot : slot + 1, :, seen],
+                value[slot : slot + 1, :, seen],
+                attn_mask=mask,
+                scale=scale,
+            )
+            outputs.append(attended[:, :, :rows].reshape(1, heads, stop - start, -1).transpose(1, 2))
+        if padding := tokens - self.segments[-1].stop:
+            outputs.append(query.new_zeros(1, padding, heads, value.shape[-1]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def segment_masks(self, window: int | None, groups: int, dtype: torch.dtype) -> list[Tensor]:
         """Additive masks [1, 1, groups * n, length], rows rounded up, one per segment of n tokens."""
@@ -94,13 +135,13 @@ class Plan:
         columns = self.columns[: segment.length - tree_size]
         on_path = [i * tree_size + node for i, path in enumerate(segment.paths) for node in path]
         tree = torch.ones(len(segment.paths) * tree_size, dtype=torch.bool, device=device)
-        tree[torch.tensor(on_path, device=device)] = False
-        text = columns >= torch.tensor(segment.prefixes, device=device)[:, None]
+        tree[on_device(on_path, device)] = False
+        text = columns >= on_device(segment.prefixes, device)[:, None]
         hidden = torch.cat((tree.view(-1, tree_size), text), dim=1)
         if window is None:
             return hidden
         unused = [0] * (tree_size - len(segment.node_positions))
-        nodes = torch.tensor([*segment.node_positions, *unused], device=device)
+        nodes = on_device([*segment.node_positions, *unused], device)
         return hidden | (torch.cat((nodes, columns)) <= positions - window)
 
 
@@ -112,7 +153,7 @@ def slot_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    plan: Plan | None = None,
+    plan: Attention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Runs in every layer: query [1, H, T, D], key and value [slots, Hkv, stride, D or Dv] -> [1, T, H, Dv]."""
@@ -124,28 +165,7 @@ def slot_attention(
         if kwargs.get(name) is not None:
             raise ModelError(f"{type(module).__name__} uses {name} in its attention")
     plan.windows.append(sliding_window)
-    _, heads, tokens, _ = query.shape
-    key_heads = key.shape[1]
-    groups = heads // key_heads
-    outputs = []
-    for segment, mask in zip(plan.segments, plan.segment_masks(sliding_window, groups, query.dtype), strict=True):
-        start, stop, slot = segment.start, segment.stop, segment.slot
-        rows = groups * (stop - start)
-        seen = slice(segment.first, segment.first + segment.length)
-        packed = query[:, :, start:stop].reshape(1, key_heads, rows, -1)
-        if missing := -rows % plan.row_step:
-            packed = functional.pad(packed, (0, 0, 0, missing))
-        attended = functional.scaled_dot_product_attention(
-            packed,
-            key[slot : slot + 1, :, seen],
-            value[slot : slot + 1, :, seen],
-            attn_mask=mask,
-            scale=scaling,
-        )
-        outputs.append(attended[:, :, :rows].reshape(1, heads, stop - start, -1).transpose(1, 2))
-    if padding := tokens - plan.segments[-1].stop:
-        outputs.append(query.new_zeros(1, padding, heads, value.shape[-1]))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+    return plan.attend(query, key, value, scaling, sliding_window), None
 
 
 AttentionInterface.register(IMPLEMENTATION, slot_attention)

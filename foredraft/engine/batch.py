@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from foredraft.engine.attention import Plan, Segment, round_length
+from foredraft.engine.attention import Plan, Segment, on_device, round_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +113,12 @@ class Batch:
         """The tensors, on the device of `columns`, with tokens and wanted rows padded to multiples of `row_step`."""
         missing = [0] * (-len(self.token_ids) % row_step)
         destinations = self.destinations + [scrap_row] * len(missing)
-        tokens = torch.tensor([self.token_ids + missing, self.positions + missing, destinations], device=columns.device)
+        tokens = on_device([self.token_ids + missing, self.positions + missing, destinations], columns.device)
         keep = self.keep + self.keep[-1:] * (-len(self.keep) % row_step)
         return Inputs(
             token_ids=tokens[0],
             positions=tokens[1],
             destinations=tokens[2],
-            keep=torch.tensor(keep, dtype=torch.int64, device=columns.device),
+            keep=on_device(keep, columns.device),
             plan=Plan(self.segments, tokens[1], columns, self.tree_size, row_step),
         )

@@ -1,26 +1,39 @@
 """The engine: sessions of one causal language model in slots, and one ragged forward over any mixture of them."""
 
-import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foredraft.engine.attention import IMPLEMENTATION, round_length, row_step
-from foredraft.engine.batch import Batch, Inputs, Node, Row, Slot
-from foredraft.engine.compatibility import embedding_rows, layer_windows
+from foredraft.engine.batch import Batch, Node, Row, Slot
+from foredraft.engine.compatibility import embedding_rows
 from foredraft.engine.errors import ModelError, NoFreeSlot
-from foredraft.engine.memory import check_memory, may_pack
-from foredraft.engine.packing import pack, packed_bytes, unpack
+from foredraft.engine.parallel import Group, Leader
+from foredraft.engine.runner import Runner
 from foredraft.engine.selftest import check_logits, measure_batch_invariance
-from foredraft.engine.slots import SlotCache
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Engine", "Node", "Row", "Slot"]
 
 # A prefix shorter than this is computed again rather than preferred to the least recently used slot, or copied.
 WORTHWHILE_PREFIX = 16
+
+
+class Rows(Protocol):
+    """Who moves keys and values between rows of the slots' memory."""
+
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        """Copies `count` rows from row `source` on to row `target` on; the two ranges must not overlap."""
+        ...
+
+    def gather_rows(self, sources: Sequence[int], target: int) -> None:
+        """Copies the rows `sources` to row `target` on."""
+        ...
 
 
 class Engine:
@@ -29,8 +42,9 @@ class Engine:
     `max_model_len` tokens of text fit in each of `max_sessions` slots, and `tree_size` tree nodes beside them.
     With `batch_invariant` the engine tries to compute a text's logits with the same bits whatever shares a pass with
     it, which makes a pass over one token slower; the attribute of this name says whether it succeeds. In float32 on
-    CPUs the model's weights are packed, if there is memory for it, and must not change any more. Raises ModelError if
-    the model does not work on slots or the memory does not suffice.
+    CPUs the model's weights are packed, if there is memory for it, and must not change any more. With `group` the model
+    is this rank's part of one that several share, and the other ranks `parallel.follow`. Raises ModelError if the model
+    does not work on slots or the memory does not suffice.
     """
 
     def __init__(
@@ -41,6 +55,7 @@ class Engine:
         max_sessions: int,
         tree_size: int = 0,
         batch_invariant: bool = False,
+        group: Group | None = None,
     ) -> None:
         for name, value, least in (
             ("max_model_len", max_model_len, 8),
@@ -53,23 +68,33 @@ class Engine:
         self.max_model_len, self.max_sessions, self.tree_size = max_model_len, max_sessions, tree_size
         self.device = model.device
         self.vocabulary_rows = embedding_rows(model)
-        self._logits_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-        parameters = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        model.train(False)
-        model.set_attn_implementation(IMPLEMENTATION)
-        self._row_step = row_step(model.dtype) if batch_invariant else 1
-        self._stride = tree_size + round_length(max_model_len)
-        self._columns = torch.arange(round_length(max_model_len), device=self.device)
-        unpack(model)
-        self._cache, left = self._allocate()
-        if may_pack(packed_bytes(model), left):
-            pack(model, any_rows=batch_invariant)
+        runner = Runner(
+            model,
+            max_model_len=max_model_len,
+            max_sessions=max_sessions,
+            tree_size=tree_size,
+            batch_invariant=batch_invariant,
+        )
+        self._stride = runner.stride
+        self._runner: Runner | Leader = runner if group is None else Leader(runner, group)
+        self._cache: Rows = self._runner
         self._forget()
-        check_logits(self)
+        check_logits(self, self._runner)
+        if self.device.type == "cuda" and group is None and not batch_invariant:
+            self._try_static_passes(runner)
         self._forget()
         self.batch_invariant = batch_invariant and measure_batch_invariance(self)
         self._forget()
+
+    def _try_static_passes(self, runner: Runner) -> None:
+        """Uses CUDA graphs if they compute what the passes without them compute."""
+        self._forget()
+        try:
+            runner.use_static_passes()
+            check_logits(self, runner)
+        except (ModelError, RuntimeError) as error:
+            runner.static_passes = None
+            logger.warning("small passes run without CUDA graphs, which is slower: %s", error)
 
     def _forget(self) -> None:
         """Makes all slots free and empty."""
@@ -146,8 +171,8 @@ class Engine:
             raise ValueError(f"{list(nodes)} is no path from a root of the slot's {len(slot.nodes)} tree nodes")
         prefix = slot.nodes[nodes[0]].prefix
         tokens = [slot.tree_tokens[node] for node in nodes]
-        sources = torch.tensor(nodes, device=self.device) + slot.index * self._stride
-        self._cache.gather_rows(sources, self._text_row(slot.index) + prefix)
+        first = slot.index * self._stride
+        self._cache.gather_rows([first + node for node in nodes], self._text_row(slot.index) + prefix)
         slot.truncate(prefix, 0)
         slot.tokens += tokens
 
@@ -165,54 +190,11 @@ class Engine:
             for row in rows:
                 self._check_row(row)
                 batch.add(row)
-            logits = self._run(batch.inputs(self._columns, self._cache.scrap_row, self._row_step), self._cache)
+            logits = self._runner.run(batch)
         self.forwards += 1
         self.computed_tokens += len(batch.token_ids)
         counts = [len(row.want) for row in rows]
         return list(logits[: sum(counts)].split_with_sizes(counts))
-
-    def _run(self, inputs: Inputs, cache: SlotCache) -> Tensor:
-        cache.destinations = inputs.destinations
-        output = self.model(
-            input_ids=inputs.token_ids[None],
-            position_ids=inputs.positions[None],
-            use_cache=True,
-            logits_to_keep=inputs.keep,
-            plan=inputs.plan,
-            **{self._cache_argument: cache},
-        )
-        logits: Tensor = output.logits[0]
-        return logits.to(self._logits_dtype)
-
-    @torch.inference_mode()
-    def _allocate(self) -> tuple[SlotCache, int]:
-        """Learns the shapes from a forward on a single slot, checks the arithmetic, and takes the memory.
-
-        Returns how many bytes are left, too.
-        """
-        windows = layer_windows(self.model)
-        trial = SlotCache(len(windows), 1, self._stride)
-        batch = Batch(self.tree_size, self._stride)
-        batch.add(Row(Slot(0), [0], want=[0]))
-        inputs = batch.inputs(self._columns, trial.scrap_row, self._row_step)
-        name = type(self.model).__name__
-        try:
-            self._run(inputs, trial)
-        except Exception as error:  # whatever a model that was not made for this may raise
-            raise ModelError(f"{name} does not run on slots: {error}") from error
-        if inputs.plan.windows != windows:
-            raise ModelError(f"{name} does not tell its attention about its sliding windows, so it cannot be served")
-        left = check_memory(
-            max_sessions=self.max_sessions,
-            max_model_len=self.max_model_len,
-            rows_per_session=self._stride,
-            bytes_per_row=trial.bytes_per_row,
-            device=self.device,
-        )
-        cache = SlotCache(len(windows), self.max_sessions, self._stride)
-        for layer, shape in zip(cache.slot_layers, trial.slot_layers, strict=True):
-            layer.lazy_initialization(shape.slot_keys, shape.slot_values)
-        return cache, left
 
     def _text_row(self, index: int) -> int:
         return index * self._stride + self.tree_size

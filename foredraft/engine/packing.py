@@ -67,8 +67,10 @@ def _layers(model: PreTrainedModel) -> Iterator[nn.Linear | Conv1D]:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     for module in model.modules():
-        # Not quantised layers, adapters and the like, which inherit from these.
-        if isinstance(module, nn.Linear | Conv1D) and type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        # Not quantised layers, adapters and the like, which inherit from these, nor layers split over several devices.
+        changed = type(module).forward not in (nn.Linear.forward, Conv1D.forward)
+        replaced = not isinstance(vars(module).get("forward"), PackedForward | None)
+        if isinstance(module, nn.Linear | Conv1D) and not changed and not replaced:
             weight = module.weight
             if weight.device.type == "cpu" and weight.dtype == torch.float32:
                 yield module

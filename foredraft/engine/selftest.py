@@ -8,24 +8,24 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from foredraft.engine.attention import IMPLEMENTATION, LENGTH_STEP
+from foredraft.engine.attention import LENGTH_STEP
 from foredraft.engine.batch import Node, Row
 from foredraft.engine.errors import ModelError
 
 if TYPE_CHECKING:
     from foredraft.engine.engine import Engine
+    from foredraft.engine.parallel import Leader
+    from foredraft.engine.runner import Runner
 
 # The greatest relative error of a row of logits. A wrong mask or position makes errors of about 1.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-def check_logits(engine: "Engine") -> None:
-    """Raises ModelError if ragged passes over slots, a tree among them, differ from the model's plain forward."""
+def check_logits(engine: "Engine", runner: "Runner | Leader") -> None:
+    """Raises ModelError if passes of the engine and its runner, a tree among them, differ from the plain forward."""
     text = _text(engine, min(12, engine.max_model_len))
-    expected = _plain_logits(engine.model, text)
+    expected = runner.plain_logits(text)
     half = len(text) // 2
     slot = engine.open(text)
     company = [Row(engine.open(text), text[1:4])] if engine.max_sessions > 1 else []
@@ -96,14 +96,3 @@ def measure_batch_invariance(engine: "Engine") -> bool:
 def _text(engine: "Engine", length: int) -> list[int]:
     """Some text without repetitions, as far as the vocabulary goes."""
     return [(7919 * i + 11) % engine.vocabulary_rows for i in range(length)]
-
-
-@torch.no_grad()
-def _plain_logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
-    """Logits [len(text), V] as the model computes them without slots, and without packed weights: no inference mode."""
-    try:
-        model.set_attn_implementation("sdpa")
-        logits: Tensor = model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0]
-    finally:
-        model.set_attn_implementation(IMPLEMENTATION)
-    return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)

@@ -6,12 +6,14 @@ view of the text alone and a view of tree and text are both contiguous, and text
 more row after the last slot takes what padding tokens write.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from foredraft.engine.attention import on_device
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -76,10 +78,12 @@ class SlotCache(Cache):
         for buffer in self._buffers():
             buffer[:, target : target + count].copy_(buffer[:, source : source + count])
 
-    def gather_rows(self, sources: Tensor, target: int) -> None:
-        """Copies the rows `sources` [count] int64 to row `target` on."""
+    def gather_rows(self, sources: Sequence[int], target: int) -> None:
+        """Copies the rows `sources` to row `target` on."""
+        index = None
         for buffer in self._buffers():
-            buffer[:, target : target + len(sources)].copy_(buffer[:, sources])
+            index = on_device(sources, buffer.device) if index is None else index
+            buffer[:, target : target + len(sources)].copy_(buffer[:, index])
 
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.slot_layers:

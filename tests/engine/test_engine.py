@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 
 from foredraft.engine import Engine, ModelError, Node, NoFreeSlot, Row, Slot
 from foredraft.engine.attention import Plan
+from foredraft.engine.batch import Batch
+from foredraft.engine.runner import Runner
+from foredraft.engine.static import Shape, StaticPasses, shape_of
 from tests import tiny
 
 KINDS = ["llama", "llama-tied", "qwen2", "gpt2", "mistral"]
@@ -41,10 +44,10 @@ def text_of(rng: random.Random, length: int) -> list[int]:
 class Schedule:
     """Random sessions on one engine; every logit that comes out is compared with the plain model's."""
 
-    def __init__(self, kind: str, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype, seed: int, *, device: str = "cpu") -> None:
         self.rng = random.Random(seed)
         self.model = tiny.model(kind, dtype)
-        self.engine = Engine(tiny.model(kind, dtype), max_model_len=150, max_sessions=8, tree_size=12)
+        self.engine = Engine(tiny.model(kind, dtype).to(device), max_model_len=150, max_sessions=8, tree_size=12)
         self.tolerance = TOLERANCE[dtype]
         self.sessions: list[tuple[Slot, list[int]]] = []  # with the prompt tokens that are still to be computed
         self.prompts = [text_of(self.rng, 60)]
@@ -112,7 +115,7 @@ class Schedule:
         for logits, wanted in zip(self.engine.forward(rows), texts, strict=True):
             assert logits.shape == (len(wanted), VOCABULARY)
             for row, text in zip(logits, wanted, strict=True):
-                error = (row - plain(self.model, text)[-1]).abs().max().item()
+                error = (row.cpu() - plain(self.model, text)[-1]).abs().max().item()
                 assert error < self.tolerance
                 self.compared += 1
 
@@ -141,6 +144,48 @@ def test_logits_are_the_plain_models_under_any_schedule(kind: str, dtype: torch.
     for _ in range(250):
         schedule.step()
     assert schedule.compared > 200
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_logits_are_the_plain_models_in_passes_of_fixed_shape(kind: str) -> None:
+    schedule = Schedule(kind, torch.float64, seed=10)
+    passes = fixed_shapes(schedule.engine)
+    for _ in range(120):
+        schedule.step()
+    assert schedule.compared > 100
+    assert passes.runs > 20
+    assert 1 < len(passes._passes) < passes.runs
+
+
+def test_only_decoding_and_verifying_has_a_fixed_shape() -> None:
+    engine = Engine(tiny.model(), max_model_len=600, max_sessions=4, tree_size=4)
+    a, b = engine.open([1]), engine.open([2])
+
+    def shape(*rows: Row) -> Shape | None:
+        batch = Batch(engine.tree_size, engine._stride)
+        marks = [(row.slot, len(row.slot.tokens)) for row in rows]
+        for row in rows:
+            batch.add(row)
+        for slot, length in marks:
+            slot.truncate(length, 0)
+        return shape_of(batch, 640)
+
+    assert shape(Row(a, [1], [0])) == Shape(tokens=1, queries=1, length=256, tree=False)
+    assert shape(Row(a, [1] * 5, range(5)), Row(b, [1], [0])) == Shape(tokens=8, queries=8, length=256, tree=False)
+    assert shape(Row(a, [1, 2], [0, 1], [Node(0), Node(0)])) == Shape(tokens=2, queries=8, length=256, tree=True)
+    assert shape(Row(a, [1] * 17, range(17))) is None  # more queries of a slot than are laid out
+    assert shape(Row(a, [1] * 16, [15])) is None  # a prompt: most logits would be computed for nobody
+    engine.forward([Row(a, [1] * 520)])
+    assert shape(Row(a, [1], [0])) == Shape(tokens=1, queries=1, length=640, tree=False)
+
+
+def fixed_shapes(engine: Engine) -> StaticPasses:
+    """Has an engine on the CPU run passes of fixed shape, as on a GPU but without graphs."""
+    runner = engine._runner
+    assert isinstance(runner, Runner)
+    runner.use_static_passes()
+    assert runner.static_passes is not None
+    return runner.static_passes
 
 
 def test_a_prompt_that_was_computed_is_not_computed_again() -> None:
@@ -345,3 +390,36 @@ def test_logits_are_the_plain_models_on_a_gpu(kind: str) -> None:
     model = tiny.model(kind).cuda()
     assert (torch.cat((head, tail)) - plain(model, text)).abs().max() < 1e-2
     assert (tree - plain(model, [*text[:90], 7, 8])[-2:]).abs().max() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuda_graphs_compute_what_the_plain_model_computes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    monkeypatch.setitem(TOLERANCE, torch.float32, 1e-2)
+    schedule = Schedule(kind, torch.float32, seed=11, device="cuda")
+    runner = schedule.engine._runner
+    assert isinstance(runner, Runner)
+    assert runner.static_passes is not None, "the engine found that graphs compute something else"
+    for _ in range(120):
+        schedule.step()
+    assert runner.static_passes.runs > 20
+    assert all(one.graph is not None for one in runner.static_passes._passes.values())
+
+
+@pytest.mark.gpu
+def test_greedy_text_on_a_gpu_is_that_of_transformers() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    prompt = text_of(random.Random(12), 40)
+    model = tiny.model().cuda()
+    expected = model.generate(
+        torch.tensor([prompt], device="cuda"), max_new_tokens=60, do_sample=False, eos_token_id=None
+    )[0].tolist()
+    engine = Engine(tiny.model().cuda(), max_model_len=128, max_sessions=2)
+    slot, text = engine.open(prompt), list(prompt)
+    while len(text) < len(expected):
+        (logits,) = engine.forward([Row(slot, text[len(slot.tokens) :], [len(text) - len(slot.tokens) - 1])])
+        text.append(int(logits[0].argmax()))
+    assert text == expected
