@@ -27,6 +27,11 @@ class Opening:
         """Whether the text ends with this token, so that drafting beyond it is useless."""
         return token in self.params.stop_token_ids or (not self.params.ignore_eos and token in self.eos_token_ids)
 
+    def until_end(self, tokens: list[int]) -> list[int]:
+        """The tokens up to the first with which the text ends, and that one."""
+        count = next((i for i, token in enumerate(tokens, start=1) if self.ends(token)), len(tokens))
+        return tokens[:count]
+
     def room(self, base: int) -> int:
         """How many draft tokens after `base` tokens can be of use: one place is for the target's own next token."""
         return self.prompt_length + self.params.max_new_tokens - base - 1

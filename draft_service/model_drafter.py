@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draft_service.drafter import Counters, Emit, Opening
 from draft_service.model_session import ModelSession
+from draft_service.ngram import NgramIndex
 from draft_service.picking import Picker
 from foredraft.engine.engine import Engine, Row
 
@@ -44,11 +45,14 @@ class ModelDrafter:
         self._sessions: list[ModelSession] = []
         self._waited = 0
 
-    def open(self, opening: Opening, emit: Emit) -> ModelSession:
-        """See Drafter."""
-        session = ModelSession(opening, emit, self._engine, self._picker, self._branches, self.counters)
+    def open(
+        self, opening: Opening, emit: Emit, index: NgramIndex | None = None, counters: Counters | None = None
+    ) -> ModelSession:
+        """See Drafter. With `index`, which is empty, the session looks up what it can; it is counted in `counters`."""
+        counters = counters or self.counters
+        session = ModelSession(opening, emit, self._engine, self._picker, self._branches, counters, index)
         self._sessions.append(session)
-        self.counters.sessions += 1
+        counters.sessions += 1
         return session
 
     def step(self) -> bool:

@@ -1,7 +1,9 @@
 """One session of the model drafter: its final text, what was drafted after it, and what is prepared for verdicts.
 
-`draft` follows `text`, token for token what a fresh proposal would be. The slot holds keys and values of text and draft
-short of the last token: there is always one to run. While a round is verified the slot may hold more.
+`draft` follows `text`, token for token what a fresh proposal would be: what came after the same tokens before, if the
+session looks that up and the text repeats itself, else what the model draws. The slot holds keys and values of text and
+draft short of the last token: there is always one to run. It holds fewer where tokens came without a forward, which are
+read as soon as the model has to draft, and may hold more while a round is verified.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from draft_service.drafter import Counters, Emit, Opening, Prepared, Proposal
+from draft_service.ngram import NgramIndex
 from draft_service.outcomes import History, likely_outcomes
 from draft_service.picking import Candidates, Context, Draft, Picker
 from foredraft.engine.engine import Engine, Node, Row, Slot
@@ -32,7 +35,14 @@ class ModelSession:
     """See DraftSession. The drafter asks it for rows of the next forward and hands it their logits."""
 
     def __init__(
-        self, opening: Opening, emit: Emit, engine: Engine, picker: Picker, branches: int, counters: Counters
+        self,
+        opening: Opening,
+        emit: Emit,
+        engine: Engine,
+        picker: Picker,
+        branches: int,
+        counters: Counters,
+        index: NgramIndex | None = None,
     ) -> None:
         self.opening = opening
         self.text = opening.text
@@ -48,7 +58,10 @@ class ModelSession:
         self._gave_up = False
         self._emit = emit
         self._counters = counters
+        self._index = index
         self._opened_with = len(opening.text)
+        if index is not None:
+            index.extend(opening.text)
 
     def commit(self, base: int, token_ids: list[int], max_tokens: int, received: float) -> None:
         """See DraftSession. What was prepared for just this verdict becomes the draft, with its keys and values."""
@@ -57,17 +70,13 @@ class ModelSession:
         unchanged = self.text[base:] == token_ids
         branch = self._end_preparation(base, token_ids, wanted=max_tokens > 0)
         self.text = [*self.text[:base], *token_ids]
-        if branch is not None:
-            self.draft = branch.draft
-            self.engine.adopt(self.open_slot(), branch.path)
-        elif not unchanged:
-            self.draft = Draft()
-            if self.slot is not None:
-                agreed = base + common_length(self.slot.tokens[base:], token_ids)
-                self.engine.rollback(self.slot, min(len(self.slot.tokens), agreed, len(self.text) - 1))
+        if not unchanged:
+            self.draft = Draft() if branch is None else branch.draft
+            self._follow(base, token_ids, [] if branch is None else branch.path)
         if max_tokens > 0:
-            prepared = len(branch.draft.tokens) if branch is not None else 0
-            self.request = Request(min(max_tokens, self.room(len(self.text))), received, prepared)
+            limit = min(max_tokens, self.room(len(self.text)))
+            self.draft = self.look_up([], limit) or self.draft
+            self.request = Request(limit, received, 0 if branch is None else len(branch.draft.tokens))
             self._answer_if_done()
 
     def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int) -> None:
@@ -135,6 +144,15 @@ class ModelSession:
         token_ids = tail(self.text, self.draft.tokens, len(slot.tokens))
         return Row(slot, token_ids, [len(token_ids) - 1])
 
+    def look_up(self, after: list[int], limit: int) -> Draft | None:
+        """The draft of at most `limit` tokens after text and `after`, if their last tokens have come before."""
+        if self._index is None or limit <= 0:
+            return None
+        self._index.extend(after)
+        tokens = self.opening.until_end(self._index.continuation(limit))
+        self._index.truncate(len(self.text))
+        return Draft.looked_up(tokens, needs_q=self.opening.needs_q) if tokens else None
+
     def extend_draft(self, logits: Tensor) -> None:
         """Draw the next draft token from `logits` [1, V]."""
         context = Context(self.text, self.draft.tokens, len(self.text))
@@ -156,6 +174,20 @@ class ModelSession:
         self._counters.prepared += 1
         self._counters.prepared_tokens += len(tokens)
         self._emit(Prepared(round_id, branch.accepted, branch.next_token, tokens, branch.draft.q(len(tokens))))
+
+    def _follow(self, base: int, token_ids: list[int], path: list[int]) -> None:
+        """Keep index and slot in step with the text, which goes on with `token_ids` from `base`; `path` has read them.
+
+        Without a path the slot keeps what it has in common with the text.
+        """
+        if self._index is not None:
+            self._index.truncate(base)
+            self._index.extend(token_ids)
+        if path:
+            self.engine.adopt(self.open_slot(), path)
+        elif self.slot is not None:
+            agreed = base + common_length(self.slot.tokens[base:], token_ids)
+            self.engine.rollback(self.slot, min(len(self.slot.tokens), agreed, len(self.text) - 1))
 
     def _answer_if_done(self) -> None:
         if self.request is not None and self.is_done(self.draft, self.request.limit):
@@ -198,7 +230,10 @@ class ModelSession:
 
 @dataclass(eq=False, slots=True)
 class Branch:
-    """The continuation for one verdict. `text` is final if it comes; `path` are the branch's nodes in the tree."""
+    """The continuation for one verdict. `text` is final if it comes; `path` are the branch's nodes in the tree.
+
+    A continuation that was looked up has no nodes.
+    """
 
     accepted: int
     text: list[int]
@@ -265,10 +300,7 @@ class Preparation:
             return
         contexts = [branch.context(session.text) for branch in self.active]
         session.picker.extend(logits, session.opening, contexts, [branch.draft for branch in self.active])
-        for branch in self.active:
-            if session.is_done(branch.draft, branch.limit):
-                session.emit_branch(self.round_id, branch)
-        self.active = [branch for branch in self.active if not session.is_done(branch.draft, branch.limit)]
+        self._push_done()
 
     def _round_row(self) -> Row | None:
         """What must be read to know what may follow each token of the round; None if drafting has told all of it."""
@@ -300,9 +332,17 @@ class Preparation:
             text = [*session.text, *self.drafted[: outcome.accepted], outcome.next_token]
             limit = min(self._limit, session.room(len(text)))
             if limit > 0:
-                self.branches.append(Branch(outcome.accepted, text, limit))
+                draft = session.look_up(text[len(session.text) :], limit) or Draft()
+                self.branches.append(Branch(outcome.accepted, text, limit, draft))
         self.active = list(self.branches)
         self.is_planned = True
+        self._push_done()
+
+    def _push_done(self) -> None:
+        done = [branch for branch in self.active if self._session.is_done(branch.draft, branch.limit)]
+        for branch in done:
+            self._session.emit_branch(self.round_id, branch)
+        self.active = [branch for branch in self.active if branch not in done]
 
     def _branches_row(self) -> Row:
         """The last token of every active branch."""

@@ -103,9 +103,7 @@ class NgramSession:
 
     def _draft(self, max_tokens: int) -> list[int]:
         count = min(max_tokens, self._opening.room(len(self._index.tokens)))
-        tokens = self._index.continuation(count) if count > 0 else []
-        end = next((i for i, token in enumerate(tokens, start=1) if self._opening.ends(token)), len(tokens))
-        return tokens[:end]
+        return self._opening.until_end(self._index.continuation(count)) if count > 0 else []
 
     def _q(self, tokens: list[int]) -> SparseQ | None:
         return one_hot(tokens) if self._opening.needs_q else None

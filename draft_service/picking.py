@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draft_service.drafter import Opening
 from foredraft.sampling.coupled import rank
-from foredraft.sampling.proposal import SparseQ, propose
+from foredraft.sampling.proposal import SparseQ, one_hot, propose
 from foredraft.sampling.warpers import warp_branches
 
 
@@ -36,11 +36,20 @@ class Context:
 
 @dataclass(slots=True)
 class Draft:
-    """Draft tokens; for each the candidates it was drawn among and, if verification needs it, its row of q."""
+    """Draft tokens; for each the candidates it was drawn among and, if verification needs it, its row of q.
+
+    Tokens that were looked up have no candidates.
+    """
 
     tokens: list[int] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)
     q_rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def looked_up(cls, tokens: list[int], *, needs_q: bool) -> "Draft":
+        """A draft of tokens that no model drew."""
+        q = one_hot(tokens)
+        return cls(tokens, q_rows=list(zip(q.token_ids, q.probabilities, strict=True)) if needs_q else [])
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` tokens."""

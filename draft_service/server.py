@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from draft_service.combined import CombinedDrafter
 from draft_service.drafter import Drafter
 from draft_service.model_drafter import ModelDrafter
 from draft_service.ngram import NgramDrafter
@@ -79,12 +80,14 @@ async def start_draft(settings: DraftSettings, server: Server) -> Draft:
             model, engine = await asyncio.to_thread(_load, settings, settings.draft_model, threads)
         except ModelError as error:
             raise StartError(str(error)) from error
-        drafters[common_pb2.DRAFTER_MODEL] = ModelDrafter(
+        drafter = ModelDrafter(
             engine,
             vocabulary_size=model.vocabulary_size,
             branches=settings.branches,
             prefill_chunk=settings.prefill_chunk,
         )
+        drafters[common_pb2.DRAFTER_MODEL] = drafter
+        drafters[common_pb2.DRAFTER_COMBINED] = CombinedDrafter(drafter, settings.ngram_min, settings.ngram_max)
     loop = asyncio.get_running_loop()
 
     def fail(error: Exception) -> None:

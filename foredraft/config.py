@@ -136,8 +136,10 @@ class DraftSettings(ModelSettings):
     """`foredraft draft-server`."""
 
     draft_model: str | None = Field(None, description="Draft model: Transformers directory, hub id or .gguf file.")
-    drafter: Literal["model", "ngram"] | None = Field(
-        None, description="What drafts if the request does not say; unset: model if there is a draft model, else ngram."
+    drafter: Literal["model", "ngram", "combined"] | None = Field(
+        None,
+        description="What drafts if the request does not say; combined: n-grams where the text repeats two tokens, "
+        "else the model; unset: combined if there is a draft model, else ngram.",
     )
     draft_layers: int | None = Field(
         None, ge=1, description="Keep only this many first layers of the draft model: a model as its own draft."
@@ -160,8 +162,12 @@ class DraftSettings(ModelSettings):
         256, ge=1, validation_alias="draft_prefill_chunk", description="As prefill_chunk, for the draft."
     )
     branches: int = Field(6, ge=1, le=64, description="Verdicts of a round for which the draft prepares an answer.")
-    ngram_max: int = Field(3, ge=1, le=32, description="Longest run of last tokens that the n-gram drafter looks up.")
-    ngram_min: int = Field(1, ge=1, le=32, description="Shortest run of last tokens that the n-gram drafter looks up.")
+    ngram_max: int = Field(
+        3, ge=1, le=32, description="Longest run of last tokens that is looked up in the text; combined: at least 2."
+    )
+    ngram_min: int = Field(
+        1, ge=1, le=32, description="Shortest run of last tokens that is looked up in the text; combined: at least 2."
+    )
     idle_timeout_s: float = Field(
         600.0, gt=0, validation_alias="draft_idle_timeout_s", description="Seconds until a silent session is closed."
     )
@@ -176,9 +182,9 @@ class DraftSettings(ModelSettings):
     def resolve(self) -> Self:
         """Check what concerns several fields, and decide the default drafter."""
         if self.drafter is None:
-            object.__setattr__(self, "drafter", "ngram" if self.draft_model is None else "model")
-        if self.draft_model is None and self.drafter == "model":
-            raise ValueError("drafter: model needs draft_model")
+            object.__setattr__(self, "drafter", "ngram" if self.draft_model is None else "combined")
+        if self.draft_model is None and self.drafter != "ngram":
+            raise ValueError(f"drafter: {self.drafter} needs draft_model")
         if self.draft_model is None and self.draft_layers is not None:
             raise ValueError(
                 "draft_layers needs draft_model (give the target's model to draft with its own first layers)"

@@ -88,7 +88,7 @@ class Options(TypedDict, total=False):
     logprobs: int
     keep_special_tokens: bool
     mode: Literal["plain", "sequential", "overlapped"]
-    drafter: Literal["model", "ngram"]
+    drafter: Literal["model", "ngram", "combined"]
     draft_tokens: int
     max_draft_tokens: int
 

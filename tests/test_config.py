@@ -78,7 +78,7 @@ def test_one_file_serves_all_three_services(tmp_path: Path) -> None:
         "small",
         "bfloat16",
         "127.0.0.1:2",
-        "model",
+        "combined",
     )
     assert (orchestrator.listen, orchestrator.grace_s) == ("127.0.0.1:3", 5)
 
@@ -141,6 +141,7 @@ def test_a_missing_model_says_how_to_give_one() -> None:
     ("flags", "message"),
     [
         ({"drafter": "model"}, "drafter: model needs draft_model"),
+        ({"drafter": "combined"}, "drafter: combined needs draft_model"),
         ({"draft_layers": "4"}, "draft_layers needs draft_model"),
         ({"ngram_min": "4"}, "ngram_min must be at most ngram_max, not 4 > 3"),
     ],

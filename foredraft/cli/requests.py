@@ -31,7 +31,7 @@ SAMPLING: dict[str, tuple[Any, str]] = {
     "stop_token_ids": (list[int], "A token that ends the output. May be repeated."),
     "ignore_eos": (bool, "Do not stop at the model's end-of-sequence token."),
     "mode": (Literal["plain", "sequential", "overlapped"], "How draft and target work together."),
-    "drafter": (Literal["model", "ngram"], "What drafts."),
+    "drafter": (Literal["model", "ngram", "combined"], "What drafts."),
     "draft_tokens": (int, "Draft exactly this many tokens a round."),
     "max_draft_tokens": (int, "Draft at most this many tokens a round."),
 }

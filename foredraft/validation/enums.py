@@ -14,6 +14,7 @@ METHODS: Final[Mapping[common_pb2.Method, Method]] = {
 DRAFTERS: Final[Mapping[common_pb2.Drafter, str]] = {
     common_pb2.DRAFTER_MODEL: "model",
     common_pb2.DRAFTER_NGRAM: "ngram",
+    common_pb2.DRAFTER_COMBINED: "combined",
 }
 MODES: Final[Mapping[generation_pb2.Mode, str]] = {
     generation_pb2.MODE_PLAIN: "plain",

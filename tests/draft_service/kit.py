@@ -98,7 +98,8 @@ class Gate:
 async def running(model: Path | None, **settings: Any) -> AsyncIterator[Service]:
     """Start a service, and stop it."""
     if model is not None:
-        settings = {"draft_model": str(model), "dtype": "float64", "max_model_len": MAX_MODEL_LEN} | settings
+        defaults = {"draft_model": str(model), "drafter": "model", "dtype": "float64", "max_model_len": MAX_MODEL_LEN}
+        settings = defaults | settings
     settings = {"max_sessions": MAX_SESSIONS, "prefill_chunk": 16, "branches": 4, "threads": 1} | settings
     server = Server("127.0.0.1:0", [SERVICE_NAME], grace_s=TIMEOUT_S)
     await server.start()

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from draft_service.drafter import Opening
 from foredraft.sampling.coupled import draw
 from foredraft.sampling.params import Method, SamplingParams
-from foredraft.sampling.proposal import SparseQ, propose
+from foredraft.sampling.proposal import SparseQ, one_hot, propose
 from foredraft.sampling.warpers import warp
 from tests.tiny import VOCABULARY_SIZE, model, tokenizer
 
@@ -45,6 +45,9 @@ PARAMETERS = {
     "block warped": replace(WARPED, method=Method.BLOCK, q_support=8),
     "greedy rejection": SamplingParams(temperature=0.0, max_new_tokens=100, method=Method.REJECTION),
 }
+
+# Without an end of text, drafts have the length that is asked for.
+COUPLED = replace(PARAMETERS["coupled"], ignore_eos=True)
 
 
 def opening(params: SamplingParams, text: Sequence[int] = PROMPT, prompt_length: int | None = None) -> Opening:
@@ -103,3 +106,27 @@ class Reference:
             eos_token_ids=opened.eos_token_ids,
             vocabulary_size=VOCABULARY_SIZE,
         )
+
+
+class CombinedReference(Reference):
+    """Drafts what came after the latest earlier occurrence of the last 3 or 2 tokens, else as the model does."""
+
+    def draft(
+        self, opened: Opening, text: Sequence[int], count: int, max_model_len: int = MAX_MODEL_LEN
+    ) -> tuple[list[int], SparseQ | None]:
+        tokens = look_up(text, min(count, opened.room(len(text)), max_model_len - len(text)))
+        if not tokens:
+            return super().draft(opened, text, count, max_model_len)
+        ends = [i for i, token in enumerate(tokens, start=1) if opened.ends(token)]
+        tokens = tokens[: ends[0]] if ends else tokens
+        return tokens, one_hot(tokens) if opened.needs_q else None
+
+
+def look_up(text: Sequence[int], count: int) -> list[int]:
+    """The next `count` tokens of a text that repeats itself; none if its last 2 tokens are new."""
+    for length in (3, 2):
+        for end in range(len(text) - 1, length - 1, -1):
+            if text[end - length : end] == text[len(text) - length :]:
+                followed = text[end:]
+                return [followed[i % len(followed)] for i in range(count)]
+    return []

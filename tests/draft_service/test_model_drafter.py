@@ -1,99 +1,19 @@
 """The model drafter, step by step, against drafting token by token without a cache."""
 
 import random
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
-import torch
 
-from draft_service.drafter import Opening, Prepared, Proposal
+from draft_service.drafter import Proposal
 from draft_service.model_drafter import PATIENCE, ModelDrafter
-from draft_service.model_session import ModelSession
 from foredraft.engine.engine import Engine
 from foredraft.sampling.params import Method, SamplingParams
-from foredraft.sampling.proposal import SparseQ
-from tests.draft_service.reference import DRAFT, MAX_MODEL_LEN, PARAMETERS, PROMPT, TARGET, Reference, opening
-from tests.tiny import VOCABULARY_SIZE, model
+from tests.draft_service.conftest import BRANCHES, CHUNK
+from tests.draft_service.reference import COUPLED, MAX_MODEL_LEN, PARAMETERS, PROMPT, Reference, opening
+from tests.draft_service.schedule import Client, Schedule, finish, run, same_q
 
-# Without an end of text, drafts have the length that is asked for.
-COUPLED = replace(PARAMETERS["coupled"], ignore_eos=True)
-BRANCHES = 4
-TREE_SIZE = 16
-CHUNK = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def draft() -> Reference:
-    return Reference(**DRAFT)
-
-
-@pytest.fixture(scope="module")
-def target() -> Reference:
-    return Reference(**TARGET)
-
-
-@pytest.fixture
-def engine() -> Engine:
-    return Engine(model(**DRAFT), max_model_len=MAX_MODEL_LEN, max_sessions=4, tree_size=TREE_SIZE)
-
-
-@pytest.fixture
-def drafter(engine: Engine) -> ModelDrafter:
-    return ModelDrafter(engine, vocabulary_size=VOCABULARY_SIZE, branches=BRANCHES, prefill_chunk=CHUNK)
-
-
-class Client:
-    """A session and what it has answered; `text` is what has been committed."""
-
-    def __init__(self, drafter: ModelDrafter, opened: Opening) -> None:
-        self.opened = opened
-        self.text = list(opened.text)
-        self.answers: list[Proposal | Prepared] = []
-        self.session: ModelSession = drafter.open(opened, self.answers.append)
-
-    def commit(self, tokens: Sequence[int], k: int, base: int | None = None) -> None:
-        base = len(self.text) if base is None else base
-        self.text = [*self.text[:base], *tokens]
-        self.session.commit(base, list(tokens), k, time.perf_counter())
-
-    def verifying(self, round_id: int, tokens: Sequence[int], k: int) -> None:
-        self.session.verifying(round_id, len(self.text), list(tokens), k)
-
-    def take(self) -> list[Proposal | Prepared]:
-        """The answers since the last call."""
-        answers, self.answers[:] = list(self.answers), []
-        return answers
-
-    def proposal(self) -> Proposal:
-        (proposal,) = [answer for answer in self.take() if isinstance(answer, Proposal)]
-        return proposal
-
-    def prepared(self) -> list[Prepared]:
-        return [answer for answer in self.take() if isinstance(answer, Prepared)]
-
-
-def finish(drafter: ModelDrafter) -> None:
-    while drafter.step():
-        pass
-
-
-def same_q(a: SparseQ | None, b: SparseQ | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    dense_a, dense_b = (
-        torch.zeros(len(q.token_ids), 512).scatter_add_(1, q.token_ids, q.probabilities) for q in (a, b)
-    )
-    return torch.allclose(dense_a, dense_b)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -112,114 +32,6 @@ def test_proposals_are_what_the_draft_model_samples_token_by_token(
             assert same_q(proposal.q, q)
 
 
-@dataclass
-class Schedule:
-    """A client that does everything a session allows, at random, and checks every answer."""
-
-    client: Client
-    draft: Reference
-    target: Reference
-    random: random.Random
-    commits: int = 0
-    proposals_due: list[tuple[int, list[int], int]] = field(default_factory=list)
-    rounds: dict[int, tuple[list[int], list[int], int]] = field(default_factory=dict)
-    prepared: dict[tuple[int, int], Prepared] = field(default_factory=dict)
-    proposal: list[int] = field(default_factory=list)
-    known: dict[tuple[int, ...], tuple[list[int], SparseQ | None]] = field(default_factory=dict)
-    hits: int = 0
-
-    def expected(self, text: Sequence[int], k: int) -> tuple[list[int], SparseQ | None]:
-        key = tuple(text)
-        if key not in self.known:
-            self.known[key] = self.draft.draft(self.client.opened, text, 4)
-        tokens, q = self.known[key]
-        if q is not None:
-            q = SparseQ(q.token_ids[:k], q.probabilities[:k])
-        return tokens[:k], q if k else None
-
-    def act(self) -> None:
-        client, roll = self.client, self.random.random()
-        k = self.random.randint(0, 4)
-        if roll < 0.4:
-            self.announce(self.random.choice([self.proposal, self.proposal[:2], [], [70, 71]]), k)
-        elif roll < 0.5:
-            client.session.verifying(99, len(client.text) - 1, [70], 3)  # stale
-        elif roll < 0.6:
-            self.commit(client.text[-1:], k, base=len(client.text) - 1)  # again
-        elif roll < 0.65:
-            back = max(client.opened.prompt_length, len(client.text) - 3)
-            self.commit([80], k, base=back)
-        elif roll < 0.7:
-            self.commit([81, 82, 83], k)
-        else:
-            self.verdict(k)
-
-    def announce(self, tokens: list[int], k: int) -> None:
-        round_id = len(self.rounds) + 1
-        self.rounds[round_id] = (list(self.client.text), list(tokens), k)
-        self.prepared.clear()
-        self.client.verifying(round_id, tokens, k)
-
-    def verdict(self, k: int) -> None:
-        """The target's, or any other, on the last round; a prepared answer becomes the next proposal."""
-        text, drafted, _ = self.rounds.get(len(self.rounds), (None, [], 0))
-        if text != self.client.text:
-            drafted = []
-        accepted: list[int] = []
-        next_token = self.target.draw(self.client.opened, self.client.text)
-        for token in drafted:
-            if token != next_token:
-                break
-            accepted.append(token)
-            next_token = self.target.draw(self.client.opened, [*self.client.text, *accepted])
-        if self.prepared and self.random.random() < 0.4:
-            prepared = self.random.choice(list(self.prepared.values()))
-            accepted, next_token = drafted[: prepared.accepted], prepared.next_token
-        hit = self.prepared.get((len(accepted), next_token))
-        self.hits += hit is not None
-        self.commit([*accepted, next_token], 0 if hit else k)
-        if hit is not None:
-            self.proposal = list(hit.token_ids)
-
-    def commit(self, tokens: list[int], k: int, base: int | None = None) -> None:
-        room = self.client.opened.prompt_length + self.client.opened.params.max_new_tokens - len(self.client.text)
-        if room < len(tokens):
-            return
-        self.client.commit(tokens, k, base)
-        self.prepared.clear()
-        self.proposal = []
-        self.commits += 1
-        if k > 0:
-            self.proposals_due.append((self.commits, list(self.client.text), k))
-
-    def check(self, *, at_rest: bool) -> None:
-        for answer in self.client.take():
-            if isinstance(answer, Proposal):
-                commit, text, k = self.proposals_due.pop(0)
-                is_superseded = commit < self.commits
-                tokens, q = self.expected(text, len(answer.token_ids) if is_superseded else k)
-                assert (answer.base, answer.token_ids) == (len(text), tokens)
-                assert same_q(answer.q, q)
-                if text == self.client.text:
-                    self.proposal = list(answer.token_ids)
-            else:
-                self.check_prepared(answer)
-        if at_rest:
-            assert not self.proposals_due
-
-    def check_prepared(self, answer: Prepared) -> None:
-        text, drafted, k = self.rounds[answer.round_id]
-        verdict = [*text, *drafted[: answer.accepted], answer.next_token]
-        is_current = answer.round_id == len(self.rounds) and text == self.client.text
-        tokens, q = self.expected(verdict, k if is_current else len(answer.token_ids))
-        assert answer.token_ids == tokens
-        assert tokens
-        assert same_q(answer.q, q)
-        assert drafted[answer.accepted : answer.accepted + 1] != [answer.next_token]
-        if is_current:
-            self.prepared[answer.accepted, answer.next_token] = answer
-
-
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_whatever_happens_every_answer_is_what_a_fresh_proposal_would_be(
     name: str, drafter: ModelDrafter, draft: Reference, target: Reference
@@ -230,18 +42,7 @@ def test_whatever_happens_every_answer_is_what_a_fresh_proposal_would_be(
         Schedule(Client(drafter, replace(opening(params), sample_index=seed)), draft, target, random.Random(seed))
         for seed in seeds
     ]
-    pace = random.Random(name)
-    for _ in range(30):
-        for schedule in schedules:
-            schedule.act()
-            schedule.check(at_rest=False)
-        for _ in range(pace.choice([0, 0, 1, 2, 5, 50])):
-            drafter.step()
-            for schedule in schedules:
-                schedule.check(at_rest=False)
-    finish(drafter)
-    for schedule in schedules:
-        schedule.check(at_rest=True)
+    run(drafter, schedules, random.Random(name))
     assert drafter.counters.hits >= sum(schedule.hits for schedule in schedules) > 0
 
 

@@ -23,12 +23,11 @@ from foredraft.serving.server import Server, StartError
 from foredraft.v1 import common_pb2, draft_pb2
 from tests import tiny
 from tests.draft_service.kit import MAX_SESSIONS, Client, Service, open_request, running
-from tests.draft_service.reference import DRAFT, EOS, MAX_MODEL_LEN, PARAMETERS, PROMPT, Reference, opening
+from tests.draft_service.reference import COUPLED, DRAFT, EOS, MAX_MODEL_LEN, PARAMETERS, PROMPT, Reference, opening
 
-# Without an end of text, drafts have the length that is asked for.
-COUPLED = replace(PARAMETERS["coupled"], ignore_eos=True)
 NGRAM = common_pb2.DRAFTER_NGRAM
 MODEL = common_pb2.DRAFTER_MODEL
+COMBINED = common_pb2.DRAFTER_COMBINED
 Status = grpc.StatusCode
 
 
@@ -41,11 +40,6 @@ async def session(service: Service, params: SamplingParams = COUPLED, **options:
         await client.close()
     finally:
         client.call.cancel()
-
-
-@pytest.fixture(scope="module")
-def draft() -> Reference:
-    return Reference(**DRAFT)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -143,12 +137,25 @@ async def test_times_are_reported(service: Service) -> None:
         assert proposal.compute_us + proposal.queue_us <= 1e6 * elapsed
 
 
-async def test_the_drafter_can_be_chosen_for_each_session(service: Service) -> None:
+async def test_the_drafter_can_be_chosen_for_each_session(service: Service, draft: Reference) -> None:
     text = [70, 71, 72, 73, 70, 71]
-    async with session(service, text=text, drafter=NGRAM) as client:
-        assert await client.propose([72], 3) == [73, 70, 71]
-    async with session(service, text=text, drafter=MODEL) as client:
-        assert await client.propose([72], 3) != [73, 70, 71]
+    for drafter in (NGRAM, COMBINED):
+        async with session(service, text=text, drafter=drafter) as client:
+            assert await client.propose([72], 3) == [73, 70, 71]
+    # Only one token comes again.
+    opened, text = opening(COUPLED, [70, 71, 72, 73]), [70, 71, 72, 73, 71]
+    by_model = draft.draft(opened, text, 3)[0]
+    for drafter, expected in ((NGRAM, [72, 73, 71]), (MODEL, by_model), (COMBINED, by_model)):
+        async with session(service, text=opened.text, drafter=drafter) as client:
+            assert await client.propose([71], 3) == expected
+
+
+async def test_a_server_with_a_model_combines_it_with_ngrams_unless_told_otherwise(model: Path) -> None:
+    async with running(model, drafter=None) as service:
+        response = await service.stub.GetModel(draft_pb2.DraftServiceGetModelRequest())
+        assert (list(response.drafters), response.default_drafter) == ([MODEL, NGRAM, COMBINED], COMBINED)
+        async with session(service, text=[70, 71, 72, 73, 70]) as client:
+            assert await client.propose([71], 3) == [72, 73, 70]
 
 
 async def test_a_server_without_a_model_drafts_with_ngrams(ngrams: Service) -> None:
@@ -167,7 +174,7 @@ async def test_a_server_without_a_model_drafts_with_ngrams(ngrams: Service) -> N
 
 async def test_the_model_and_its_vocabulary_are_described(service: Service) -> None:
     response = await service.stub.GetModel(draft_pb2.DraftServiceGetModelRequest())
-    assert (list(response.drafters), response.default_drafter) == ([MODEL, NGRAM], MODEL)
+    assert (list(response.drafters), response.default_drafter) == ([MODEL, NGRAM, COMBINED], MODEL)
     model = response.model
     assert (model.dtype, model.device, model.context_length) == ("float64", "cpu", MAX_MODEL_LEN)
     assert (model.vocabulary_size, list(model.eos_token_ids)) == (tiny.VOCABULARY_SIZE, [EOS])
@@ -216,9 +223,10 @@ async def test_a_bad_opening_names_the_field(service: Service, request_: draft_p
     assert [violation.field for violation in details.violations] == [field]
 
 
-async def test_a_drafter_that_is_not_there_is_refused(ngrams: Service) -> None:
+@pytest.mark.parametrize("drafter", [MODEL, COMBINED])
+async def test_a_drafter_that_is_not_there_is_refused(ngrams: Service, drafter: int) -> None:
     client = Client(ngrams)
-    await client.open(COUPLED, drafter=MODEL)
+    await client.open(COUPLED, drafter=drafter)
     status, message, details = await client.error()
     assert status is Status.INVALID_ARGUMENT
     assert [violation.field for violation in details.violations] == ["open.drafter"]

@@ -56,8 +56,8 @@ Chat, ChatMessage, TokenIds = generation_pb2.Chat, generation_pb2.ChatMessage, g
             "speculation.mode: is 4; must be one of MODE_PLAIN, MODE_SEQUENTIAL, MODE_OVERLAPPED",
         ),
         (
-            GenerateRequest(text="x", speculation=Speculation(drafter=3)),
-            "speculation.drafter: is 3; must be one of DRAFTER_MODEL, DRAFTER_NGRAM",
+            GenerateRequest(text="x", speculation=Speculation(drafter=9)),
+            "speculation.drafter: is 9; must be one of DRAFTER_MODEL, DRAFTER_NGRAM, DRAFTER_COMBINED",
         ),
         (
             GenerateRequest(text="x", speculation=Speculation(draft_tokens=65)),

@@ -60,7 +60,7 @@ def test_logprobs_are_limited() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"drafter": 7}, "drafter: is 7; must be one of DRAFTER_MODEL, DRAFTER_NGRAM"),
+        ({"drafter": 7}, "drafter: is 7; must be one of DRAFTER_MODEL, DRAFTER_NGRAM, DRAFTER_COMBINED"),
         ({"drafter": 1}, "drafter: is DRAFTER_MODEL; must be one that this server offers: DRAFTER_NGRAM"),
         ({"eos_token_ids": [V]}, "eos_token_ids[0]: is 100; must be in [0, 100), the vocabulary"),
     ],
