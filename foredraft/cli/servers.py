@@ -22,7 +22,7 @@ def target_server(flags: dict[str, Any], config: Config = None, stop_with_parent
 
 @with_settings(DraftSettings)
 def draft_server(flags: dict[str, Any], config: Config = None, stop_with_parent: StopWithParent = False) -> None:
-    """Serve the drafter: a small model, or n-grams of the text if no draft model is given."""
+    """Serve the drafter: a small model and n-grams of the text, or these alone if no draft model is given."""
     serve("draft_service.server", load(DraftSettings, flags, config), stop_with_parent)
 
 
