@@ -49,9 +49,7 @@ class Draft:
 
 async def main(settings: DraftSettings) -> int:
     """Serve until a signal or the drafter's failure; returns the exit code. Raises StartError."""
-    server = Server(
-        settings.listen, [SERVICE_NAME], grace_s=settings.grace_s, max_message_bytes=settings.max_message_bytes
-    )
+    server = Server.configured(settings, [SERVICE_NAME])
     await server.start()
     try:
         draft = await start_draft(settings, server)

@@ -30,7 +30,7 @@ from foredraft.speculative_config import ConfigError as ConfigError
 
 ENV_PREFIX = "FOREDRAFT_"
 # Names in the environment that are no options of a service.
-OTHER_VARIABLES = frozenset({"FOREDRAFT_CACHE", "FOREDRAFT_ADDRESS"})
+OTHER_VARIABLES = frozenset({"FOREDRAFT_CACHE", "FOREDRAFT_ADDRESS", "FOREDRAFT_TOKEN"})
 # Kubernetes describes every Service to every container; one named foredraft-... makes such variables.
 KUBERNETES_VARIABLE = re.compile(
     r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -71,6 +71,21 @@ class Settings(BaseModel):
         16 * 2**20, ge=2**16, le=2**30, description="Largest gRPC message that is accepted, in bytes."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
+    tls_cert: Path | None = Field(None, description="The server's certificate chain, PEM; read again when it changes.")
+    tls_key: Path | None = Field(None, description="The key of tls_cert, PEM.")
+    tls_client_ca: Path | None = Field(
+        None, description="Authorities, PEM: clients must have a certificate signed by one of them."
+    )
+    insecure: bool = Field(False, description="Allow to listen without TLS where other machines can connect.")
+    reflection: bool = Field(True, description="Whether the server describes its services to clients that ask.")
+
+    @model_validator(mode="after")
+    def complete(self) -> Self:
+        """Check that what only works together is there together."""
+        together("tls_cert", self.tls_cert, "tls_key", self.tls_key)
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        return self
 
 
 class ModelSettings(Settings):
@@ -109,6 +124,9 @@ class TargetSettings(ModelSettings):
     listen: Address = Field(
         "127.0.0.1:50052", validation_alias="target_listen", description="Where the target service listens."
     )
+    health_listen: Address | None = Field(
+        None, validation_alias="target_health_listen", description="Where health is served without TLS, for probes."
+    )
     dtype: Dtype = Field("auto", description="Type of the target's weights; auto: bfloat16 where it is fast.")
     device: Device = Field("auto", description="Where the target runs; auto: cuda if there is one.")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs that the target is split over.")
@@ -146,6 +164,9 @@ class DraftSettings(ModelSettings):
     )
     listen: Address = Field(
         "127.0.0.1:50053", validation_alias="draft_listen", description="Where the draft service listens."
+    )
+    health_listen: Address | None = Field(
+        None, validation_alias="draft_health_listen", description="Where health is served without TLS, for probes."
     )
     dtype: Dtype = Field("auto", validation_alias="draft_dtype", description="Type of the draft's weights.")
     device: Device = Field("auto", validation_alias="draft_device", description="Where the draft runs.")
@@ -198,8 +219,14 @@ class OrchestratorSettings(Settings):
     """`foredraft orchestrator`."""
 
     listen: Address = Field("127.0.0.1:50051", description="Where the public API listens.")
-    target: Address = Field("127.0.0.1:50052", description="Address of the target service.")
-    draft: Address | None = Field("127.0.0.1:50053", description="Address of the draft service; null: none.")
+    health_listen: Address | None = Field(None, description="Where health is served without TLS, for probes.")
+    target: Addresses = Field(
+        ("127.0.0.1:50052",),
+        description="Addresses of target services with the same model; dns:///host:port: all addresses of that name.",
+    )
+    draft: Addresses | None = Field(
+        ("127.0.0.1:50053",), description="Addresses of draft services, as for target; null: none."
+    )
     mode: Mode = Field("overlapped", description="How draft and target work together if the request does not say.")
     speculation_enabled: bool = Field(True, description="Whether to speculate at all; false: always plain decoding.")
     max_draft_tokens: int = Field(4, ge=0, le=64, description="Most draft tokens of a round.")
@@ -213,6 +240,22 @@ class OrchestratorSettings(Settings):
     draft_timeout_s: float = Field(1.0, gt=0, description="Seconds a round waits for a proposal, then it goes plain.")
     max_concurrent_requests: int = Field(64, ge=1, description="Requests that are worked on at a time.")
     log_prompts: bool = Field(False, description="Whether prompts and outputs may appear in the logs.")
+    auth_tokens: Path | None = Field(
+        None, description="File of the tokens' hashes that let clients in (`foredraft token`); unset: no token needed."
+    )
+    tls_ca: Path | None = Field(
+        None, description="Authorities, PEM, for the certificates of target and draft; unset: no TLS to them."
+    )
+    tls_client_cert: Path | None = Field(None, description="Certificate chain, PEM, to show to target and draft.")
+    tls_client_key: Path | None = Field(None, description="The key of tls_client_cert, PEM.")
+
+    @model_validator(mode="after")
+    def complete_client(self) -> Self:
+        """Check that what only works together is there together."""
+        together("tls_client_cert", self.tls_client_cert, "tls_client_key", self.tls_client_key)
+        if self.tls_client_cert is not None and self.tls_ca is None:
+            raise ValueError("tls_client_cert needs tls_ca")
+        return self
 
 
 SERVICES: tuple[type[Settings], ...] = (TargetSettings, DraftSettings, OrchestratorSettings)

@@ -5,6 +5,7 @@ import asyncio
 import grpc
 
 from foredraft.config import OrchestratorSettings
+from foredraft.serving.auth import Tokens, TokensError
 from foredraft.serving.server import Server, StartError
 from foredraft.v1 import generation_pb2, generation_pb2_grpc
 from orchestrator.backends import Backends, PairError
@@ -20,7 +21,11 @@ async def main(settings: OrchestratorSettings) -> int:
 
     Raises StartError if the address cannot be had, the draft does not fit or the tokenizer cannot be used.
     """
-    server = Server(settings.listen, [SERVICE], grace_s=settings.grace_s, max_message_bytes=settings.max_message_bytes)
+    try:
+        tokens = Tokens(settings.auth_tokens) if settings.auth_tokens is not None else None
+    except TokensError as error:
+        raise StartError(str(error)) from error
+    server = Server.configured(settings, [SERVICE], tokens)
     await server.start()
     backends = Backends(settings)
     try:

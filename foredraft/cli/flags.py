@@ -55,9 +55,10 @@ def flag(name: str, panel: str | None) -> Any:
     if kind == "true | false":
         spelled += f"/--no-{spelled.removeprefix('--')}"
     spellings = [spelled]
-    # A server has one address, whose full name only tells it from the others' where they meet.
-    if panel is None and name.endswith("_listen"):
-        spellings.append("--listen")
+    # The full name of a server's address only tells it from the others' where they meet.
+    short = name.removeprefix("target_").removeprefix("draft_")
+    if panel is None and name.endswith("_listen") and short != name:
+        spellings.append("--" + short.replace("_", "-"))
     option = typer.Option(
         *spellings,
         metavar=kind,

@@ -2,6 +2,8 @@
 
 import grpc
 
+from foredraft.serving.tls import ClientTls
+
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 _OPTIONS = (
@@ -17,6 +19,22 @@ _OPTIONS = (
 )
 
 
-def channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A plaintext channel to "host:port" or "unix:/path"; it connects on first use and reconnects by itself."""
-    return grpc.aio.insecure_channel(address, [*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)])
+def channel(
+    address: str,
+    tls: ClientTls | None = None,
+    *,
+    authority: str | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Channel:
+    """A channel to "host:port" or "unix:/path"; it connects on first use and reconnects by itself.
+
+    With `tls` it is encrypted, except through a Unix socket, and keeps what the files hold now: when
+    `tls.fingerprint()` has changed, make another one. The server's certificate must be for the host of `address`, or
+    for `authority`, which the server is told in its place. Raises TlsError for files that cannot be used.
+    """
+    options: list[tuple[str, str | int]] = [*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+    if authority is not None:
+        options.append(("grpc.default_authority", authority))
+    if tls is None or address.startswith("unix:"):
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, tls.credentials(), options)

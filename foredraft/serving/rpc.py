@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
+from foredraft.serving.auth import Tokens
 from foredraft.serving.errors import RequestError, Violation, abort, invalid, unavailable
 from foredraft.serving.undecodable import undecodable
 
@@ -26,10 +27,12 @@ class Services(grpc.GenericRpcHandler):
 
     A RequestError that they raise becomes the call's status and details, and a request that cannot be decoded
     INVALID_ARGUMENT; what else they raise is logged and becomes INTERNAL. A generator is closed, so that its `finally`
-    runs, before the call ends, however it ends. While `refusal` is set, every new call is answered with it.
+    runs, before the call ends, however it ends. With `tokens`, calls without one of them are refused. While `refusal`
+    is set, every new call of our own services is answered with it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Tokens | None = None) -> None:
+        self._tokens = tokens
         self.refusal: RequestError | None = unavailable("the server is starting; try again later", RETRY_AFTER_S)
         self.running = 0
         self.idle = asyncio.Event()
@@ -44,8 +47,10 @@ class Services(grpc.GenericRpcHandler):
         """Called by generated code with what `add_generic_rpc_handlers` has had already."""
 
     def service(self, details: grpc.HandlerCallDetails) -> "Handler | None":
-        if self.refusal is not None:
-            return _refusing(self.refusal) if details.method.startswith("/foredraft.") else None
+        if self._tokens is not None and (refusal := self._tokens.refusal(details)) is not None:
+            return _refusing(refusal)
+        if self.refusal is not None and details.method.startswith("/foredraft."):
+            return _refusing(self.refusal)
         for handlers in self._handlers:
             handler = handlers.service(details)
             if handler is not None:

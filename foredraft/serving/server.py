@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import os
 import signal
@@ -9,21 +10,27 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from foredraft.config import DraftSettings, OrchestratorSettings, TargetSettings
+from foredraft.serving.auth import Tokens
 from foredraft.serving.channel import MAX_MESSAGE_BYTES
 from foredraft.serving.errors import unavailable
 from foredraft.serving.rpc import RETRY_AFTER_S, Services
+from foredraft.serving.tls import ServerTls, TlsError
 
 logger = logging.getLogger(__name__)
 
 # With the interpreter's 5 ms, a model thread in pure Python holds up every message that long.
 SWITCH_INTERVAL_S = 0.0005
+
+# A question for health is a service's name.
+MAX_HEALTH_MESSAGE_BYTES = 4096
 
 _OPTIONS = (
     # Two servers on one port would share its calls at random.
@@ -37,12 +44,15 @@ _OPTIONS = (
 )
 
 
+AnySettings: TypeAlias = TargetSettings | DraftSettings | OrchestratorSettings
+
+
 class StartError(Exception):
     """The server cannot start; the message says why and what to do."""
 
 
 class Server:
-    """A plaintext gRPC server with health and reflection.
+    """A gRPC server with health and reflection.
 
         server = Server(address, [SERVICE_NAME])
         await server.start()                    # bound; calls get UNAVAILABLE, health NOT_SERVING
@@ -50,7 +60,10 @@ class Server:
         await server.set_serving()
         exit_code = await server.wait()         # until SIGTERM, SIGINT or shut_down; running calls get grace_s seconds
 
-    Create it inside the event loop. `address` is "host:port" (port 0: any free one) or "unix:/path".
+    Create it inside the event loop. `address` is "host:port" (port 0: any free one) or "unix:/path". Through a Unix
+    socket there is no TLS: the permissions of its directory guard it. An address that other machines can reach needs
+    `tls`, or `insecure`. With `tokens`, all but health needs one of them. `health_address` serves health alone, without
+    TLS, for probes.
     """
 
     def __init__(
@@ -60,35 +73,98 @@ class Server:
         *,
         grace_s: float = 30.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        tls: ServerTls | None = None,
+        insecure: bool = False,
+        tokens: Tokens | None = None,
+        reflection: bool = True,
+        health_address: str | None = None,
     ) -> None:
         self.address = address
+        self.health_address = health_address
         self.grace_s = grace_s
         self._service_names = tuple(service_names)
-        self._services = Services()
+        self._tls = tls
+        self._insecure = insecure
+        self._reflection = reflection
+        self._services = Services(tokens)
         self._grpc = grpc.aio.server(
             handlers=[self._services], options=[*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         )
         self._health = health.aio.HealthServicer()
+        self._health_grpc: grpc.aio.Server | None = None
         self._exit_code = 0
         self._shut_down = asyncio.Event()
         self._at_once = asyncio.Event()
 
-    async def start(self) -> None:
-        """Bind and start. Afterwards `address` has the real port. Raises StartError if the address cannot be had."""
-        _probe(self.address)
-        try:
-            port = self._grpc.add_insecure_port(self.address)
-        except RuntimeError as error:
-            raise StartError(f"cannot listen on {self.address}: {error}") from error
-        if not self.address.startswith("unix:"):
-            self.address = f"{self.address.rpartition(':')[0]}:{port}"
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection.enable_server_reflection(
-            (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
+    @classmethod
+    def configured(cls, settings: AnySettings, service_names: Sequence[str], tokens: Tokens | None = None) -> Self:
+        """The server that the options of a service describe."""
+        tls = None
+        if settings.tls_cert is not None and settings.tls_key is not None:
+            tls = ServerTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        return cls(
+            settings.listen,
+            service_names,
+            grace_s=settings.grace_s,
+            max_message_bytes=settings.max_message_bytes,
+            tls=tls,
+            insecure=settings.insecure,
+            tokens=tokens,
+            reflection=settings.reflection,
+            health_address=settings.health_listen,
         )
+
+    async def start(self) -> None:
+        """Bind and start. Afterwards `address` and `health_address` have the real ports.
+
+        Raises StartError if an address cannot be had or would let others in unprotected, or TLS's files cannot be used.
+        """
+        self.address = self._bind(self._grpc, self.address, self._credentials())
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        if self._reflection:
+            names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+                reflection.aio.ReflectionServicer(names), self._services
+            )
+        if self.health_address is not None:
+            self._health_grpc = grpc.aio.server(
+                options=[*_OPTIONS, ("grpc.max_receive_message_length", MAX_HEALTH_MESSAGE_BYTES)]
+            )
+            self.health_address = self._bind(self._health_grpc, self.health_address, None)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_grpc)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._grpc.start()
+        for server in filter(None, (self._grpc, self._health_grpc)):
+            await server.start()
         logger.info("listening on %s", self.address)
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        """What the address is protected with, None for nothing. Raises StartError if that is too little."""
+        _probe(self.address)
+        if self.address.startswith("unix:"):
+            return None
+        if self._tls is not None:
+            try:
+                return self._tls.credentials()
+            except TlsError as error:
+                raise StartError(str(error)) from error
+        if not self._insecure and not is_loopback(self.address):
+            raise StartError(
+                f"{self.address} can be reached from other machines, and there is no TLS: give tls_cert and tls_key, "
+                "listen on 127.0.0.1, or allow it with --insecure"
+            )
+        return None
+
+    def _bind(self, server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+        """Bind and return the address with its real port."""
+        _probe(address)
+        try:
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise StartError(f"cannot listen on {address}: {error}") from error
+        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
     def add(self, add_to_server: Callable[[Any, Any], None], servicer: object) -> None:
         """Add a service with the function generated for it. What its handlers may be: see `rpc.Services`."""
@@ -134,7 +210,8 @@ class Server:
         if self._services.running:
             logger.warning("cutting off %d running calls", self._services.running)
         # Without running calls, the last statuses get time to leave; watchers of health never end by themselves.
-        await self._grpc.stop(None if self._services.running else 0.2)
+        grace = None if self._services.running else 0.2
+        await asyncio.gather(*(server.stop(grace) for server in (self._grpc, self._health_grpc) if server is not None))
         logger.info("stopped")
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
@@ -155,6 +232,15 @@ def run(main: Coroutine[Any, Any, int]) -> int:
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach it: a Unix socket, or a host all of whose addresses are loopback ones."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return all(ipaddress.ip_address(end[0]).is_loopback for *_, end in found)
 
 
 def _probe(address: str) -> None:
