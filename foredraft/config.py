@@ -60,6 +60,13 @@ Device = Literal["auto", "cpu", "cuda"]
 Mode = Literal["plain", "sequential", "overlapped"]
 
 
+def together(name: str, value: object, other: str, other_value: object) -> None:
+    """Raises ValueError if only one of two options is set."""
+    if (value is None) != (other_value is None):
+        missing, given = (name, other) if value is None else (other, name)
+        raise ValueError(f"{given} needs {missing}")
+
+
 class Settings(BaseModel):
     """What every service has. Made directly, it reads no environment: that is what `load` is for."""
 
@@ -220,13 +227,8 @@ class OrchestratorSettings(Settings):
 
     listen: Address = Field("127.0.0.1:50051", description="Where the public API listens.")
     health_listen: Address | None = Field(None, description="Where health is served without TLS, for probes.")
-    target: Addresses = Field(
-        ("127.0.0.1:50052",),
-        description="Addresses of target services with the same model; dns:///host:port: all addresses of that name.",
-    )
-    draft: Addresses | None = Field(
-        ("127.0.0.1:50053",), description="Addresses of draft services, as for target; null: none."
-    )
+    target: Address = Field("127.0.0.1:50052", description="Address of the target service.")
+    draft: Address | None = Field("127.0.0.1:50053", description="Address of the draft service; null: none.")
     mode: Mode = Field("overlapped", description="How draft and target work together if the request does not say.")
     speculation_enabled: bool = Field(True, description="Whether to speculate at all; false: always plain decoding.")
     max_draft_tokens: int = Field(4, ge=0, le=64, description="Most draft tokens of a round.")

@@ -36,27 +36,10 @@ class Target:
     places: Places
     servicer: TargetServicer
     thread: ModelThread
-    ranks: Ranks | None = None
-    leader: Leader | None = None
 
     async def stop(self) -> None:
-        """Ends the model thread once its forward is done, then the other ranks. Call it when no session is left."""
-        if self.ranks is not None and (self.ranks.lost.done() or self.thread.failure is not None):
-            self.ranks.kill()
-            return
+        """Ends the model thread once its forward is done. Call it when no session is left."""
         await asyncio.to_thread(self.thread.stop)
-        if self.ranks is not None and self.leader is not None:
-            await asyncio.to_thread(self.leader.dismiss)
-            await self.ranks.stop()
-        counters = self.scheduler.counters
-        logger.info(
-            "%d passes over %d tokens for %d rounds; the model computed %.3f s of the %.3f s that they took in all",
-            counters.forwards,
-            counters.tokens,
-            counters.verdicts,
-            counters.compute_s,
-            counters.span_s,
-        )
 
 
 async def main(settings: TargetSettings) -> int:
