@@ -8,12 +8,16 @@ with Client("127.0.0.1:50051") as client:
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast
 
 import grpc
 from google.protobuf.message import Message
 
+from foredraft.serving.address import is_loopback
 from foredraft.serving.errors import Violation, error_details
+from foredraft.serving.tls import ClientTls, TlsError
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from orchestrator.results import (
     Chunk,
@@ -35,6 +39,7 @@ __all__ = [
     "Chunk",
     "Client",
     "Completion",
+    "Credentials",
     "Generated",
     "GenerationError",
     "Logprob",
@@ -43,6 +48,7 @@ __all__ = [
     "Options",
     "Statistics",
     "Stream",
+    "TlsError",
     "TokenLogprobs",
     "Tokenized",
     "Violation",
@@ -60,6 +66,16 @@ OPTIONS = (
     # Many samples with logprobs exceed gRPC's 4 MB.
     ("grpc.max_receive_message_length", -1),
 )
+
+
+class Credentials(TypedDict, total=False):
+    """How a client is let in: PEM files for TLS, and a token."""
+
+    tls_ca: str | PathLike[str] | None
+    tls_client_cert: str | PathLike[str] | None
+    tls_client_key: str | PathLike[str] | None
+    token: str | None
+    insecure: bool
 
 
 class Options(TypedDict, total=False):
@@ -174,11 +190,20 @@ class AsyncStream(AsyncIterator[Chunk]):
 class Client:
     """A blocking client of the service at "host:port" or "unix:/path"; may be used from several threads.
 
+    With `tls_ca`, a PEM file of authorities, it speaks TLS, and shows the certificate of `tls_client_cert` and
+    `tls_client_key` if the server wants one. `token` is sent with every call, and without TLS only to this machine
+    unless `insecure`. Raises TlsError for files that cannot be used, and ValueError for a token that may not be sent.
+
     Every call raises GenerationError if it fails. `timeout` is in seconds; without it a call takes as long as it takes.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self._channel = grpc.insecure_channel(address, OPTIONS)
+    def __init__(self, address: str = DEFAULT_ADDRESS, **credentials: Unpack[Credentials]) -> None:
+        tls, self._metadata = _secured(address, credentials)
+        self._channel = (
+            grpc.insecure_channel(address, OPTIONS)
+            if tls is None
+            else grpc.secure_channel(address, tls.credentials(), OPTIONS)
+        )
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     def generate(
@@ -186,13 +211,15 @@ class Client:
     ) -> Generated:
         """Generate from a text, token ids or `messages`, and return everything at once."""
         with _errors():
-            return read_generated(self._stub.Generate(_request(prompt, options), timeout=timeout))
+            return read_generated(
+                self._stub.Generate(_request(prompt, options), timeout=timeout, metadata=self._metadata)
+            )
 
     def stream(
         self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Stream:
         """Generate from a text, token ids or `messages`, and return the output as it comes."""
-        return Stream(self._stub.GenerateStream(_request(prompt, options), timeout=timeout))
+        return Stream(self._stub.GenerateStream(_request(prompt, options), timeout=timeout, metadata=self._metadata))
 
     def tokenize(
         self,
@@ -203,7 +230,7 @@ class Client:
     ) -> Tokenized:
         """A text or `messages` as the model reads it."""
         with _errors():
-            response = self._stub.Tokenize(_tokenize_request(text, messages), timeout=timeout)
+            response = self._stub.Tokenize(_tokenize_request(text, messages), timeout=timeout, metadata=self._metadata)
         return Tokenized(list(response.token_ids), list(response.tokens))
 
     def detokenize(
@@ -212,12 +239,16 @@ class Client:
         """Token ids as text."""
         request = generation_pb2.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
         with _errors():
-            return self._stub.Detokenize(request, timeout=timeout).text
+            return self._stub.Detokenize(request, timeout=timeout, metadata=self._metadata).text
 
     def get_model(self, *, timeout: float | None = None) -> Models:
         """The models in use and the server's defaults."""
         with _errors():
-            return read_models(self._stub.GetModel(generation_pb2.GenerationServiceGetModelRequest(), timeout=timeout))
+            return read_models(
+                self._stub.GetModel(
+                    generation_pb2.GenerationServiceGetModelRequest(), timeout=timeout, metadata=self._metadata
+                )
+            )
 
     def close(self) -> None:
         """Close the connection; running calls are cancelled."""
@@ -233,8 +264,13 @@ class Client:
 class AsyncClient:
     """The same for asyncio. Create it inside the event loop."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self._channel = grpc.aio.insecure_channel(address, OPTIONS)
+    def __init__(self, address: str = DEFAULT_ADDRESS, **credentials: Unpack[Credentials]) -> None:
+        tls, self._metadata = _secured(address, credentials)
+        self._channel = (
+            grpc.aio.insecure_channel(address, OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(address, tls.credentials(), OPTIONS)
+        )
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def generate(
@@ -242,13 +278,17 @@ class AsyncClient:
     ) -> Generated:
         """Generate from a text, token ids or `messages`, and return everything at once."""
         with _errors():
-            return read_generated(await self._stub.Generate(_request(prompt, options), timeout=timeout))
+            return read_generated(
+                await self._stub.Generate(_request(prompt, options), timeout=timeout, metadata=self._metadata)
+            )
 
     def stream(
         self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
         """Generate from a text, token ids or `messages`, and return the output as it comes."""
-        return AsyncStream(self._stub.GenerateStream(_request(prompt, options), timeout=timeout))
+        return AsyncStream(
+            self._stub.GenerateStream(_request(prompt, options), timeout=timeout, metadata=self._metadata)
+        )
 
     async def tokenize(
         self,
@@ -259,7 +299,9 @@ class AsyncClient:
     ) -> Tokenized:
         """A text or `messages` as the model reads it."""
         with _errors():
-            response = await self._stub.Tokenize(_tokenize_request(text, messages), timeout=timeout)
+            response = await self._stub.Tokenize(
+                _tokenize_request(text, messages), timeout=timeout, metadata=self._metadata
+            )
         return Tokenized(list(response.token_ids), list(response.tokens))
 
     async def detokenize(
@@ -268,13 +310,13 @@ class AsyncClient:
         """Token ids as text."""
         request = generation_pb2.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
         with _errors():
-            return (await self._stub.Detokenize(request, timeout=timeout)).text
+            return (await self._stub.Detokenize(request, timeout=timeout, metadata=self._metadata)).text
 
     async def get_model(self, *, timeout: float | None = None) -> Models:
         """The models in use and the server's defaults."""
         request = generation_pb2.GenerationServiceGetModelRequest()
         with _errors():
-            return read_models(await self._stub.GetModel(request, timeout=timeout))
+            return read_models(await self._stub.GetModel(request, timeout=timeout, metadata=self._metadata))
 
     async def close(self) -> None:
         """Close the connection; running calls are cancelled."""
@@ -285,6 +327,28 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _secured(address: str, credentials: Credentials) -> tuple[ClientTls | None, tuple[tuple[str, str], ...] | None]:
+    """TLS, None for plaintext, and the metadata of every call. Raises ValueError."""
+    ca, cert, key = (credentials.get(name) for name in ("tls_ca", "tls_client_cert", "tls_client_key"))
+    if (cert is None) != (key is None) or (cert is not None and ca is None):
+        raise ValueError("tls_client_cert, tls_client_key and tls_ca must be given together")
+    tls = None
+    # A server does not speak TLS through its Unix socket.
+    if ca is not None and not address.startswith("unix:"):
+        tls = ClientTls(Path(str(ca)), *(Path(str(path)) for path in (cert, key) if path is not None))
+    token = credentials.get("token")
+    if not token:
+        return tls, None
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError("token: must be printable ASCII without blanks")
+    if tls is None and not credentials.get("insecure") and not is_loopback(address):
+        raise ValueError(
+            f"token: without TLS, anyone on the way to {address} could read it; give tls_ca, or insecure=True to send "
+            "it anyway"
+        )
+    return tls, (("authorization", f"Bearer {token}"),)
 
 
 @contextmanager

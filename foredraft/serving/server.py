@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from foredraft.config import DraftSettings, OrchestratorSettings, TargetSettings
+from foredraft.serving.address import is_loopback
 from foredraft.serving.auth import Tokens
 from foredraft.serving.channel import MAX_MESSAGE_BYTES
 from foredraft.serving.errors import unavailable
@@ -232,15 +232,6 @@ def run(main: Coroutine[Any, Any, int]) -> int:
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach it: a Unix socket, or a host all of whose addresses are loopback ones."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return all(ipaddress.ip_address(end[0]).is_loopback for *_, end in found)
 
 
 def _probe(address: str) -> None:
