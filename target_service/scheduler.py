@@ -4,6 +4,7 @@
 was closed before another was opened has freed its slot by then. A round waits for nothing but the forward in flight.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ class Counters:
     """Totals since the start, and the last forward; written by the model thread, read by anybody.
 
     `rows` are sessions and `tokens` their tokens, summed over forwards. Draft tokens after the end of a text do not
-    count as drafted.
+    count as drafted. Of the `span_s` seconds from the start of the first forward to the end of the last,
+    `compute_s` were in forwards.
     """
 
     forwards: int = 0
@@ -41,9 +43,16 @@ class Counters:
     verdicts: int = 0
     drafted: int = 0
     accepted: int = 0
+    compute_s: float = 0.0
+    span_s: float = 0.0
+    first_started: float = math.inf
 
-    def add_forward(self, rows: int, tokens: int) -> None:
-        """Counts one forward."""
+    def add_forward(self, rows: int, tokens: int, *, started: float) -> None:
+        """Counts one forward, which began at `started` (perf_counter) and ends now."""
+        now = time.perf_counter()
+        self.first_started = min(self.first_started, started)
+        self.compute_s += now - started
+        self.span_s = now - self.first_started
         self.forwards += 1
         self.rows += rows
         self.tokens += tokens
@@ -133,7 +142,7 @@ class Scheduler:
             if piece.job.started is None:
                 piece.job.started = started
         logits = self._engine.forward([piece.row for piece in pieces])
-        self.counters.add_forward(len(pieces), sum(len(piece.row.token_ids) for piece in pieces))
+        self.counters.add_forward(len(pieces), sum(len(piece.row.token_ids) for piece in pieces), started=started)
         for piece, rows in zip(pieces, logits, strict=True):
             if piece.completes:
                 del self._jobs[piece.job.session]

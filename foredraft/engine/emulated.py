@@ -84,7 +84,9 @@ class EmulatedEngine(Engine):
             logits.scatter_(1, torch.tensor(ranked), self._scores.expand(len(ranked), -1))
         self.forwards += 1
         self.computed_tokens += len(batch.token_ids)
-        time.sleep(max(0.0, started + self._cost.seconds(len(batch.token_ids)) - time.perf_counter()))
+        left = started + self._cost.seconds(len(batch.token_ids)) - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
         return list(logits.split_with_sizes([len(row.want) for row in rows]))
 
     def _context(self, row: Row, index: int) -> tuple[int, list[int]]:
