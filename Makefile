@@ -10,10 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test demo lint format stubs breaking pins clean
+.PHONY: test install-test demo lint format stubs breaking pins clean
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest
+
+# Installs what the images have into new environments; downloads torch.
+install-test: $(INSTALLED)
+	INSTALL_TEST=1 $(BIN)/pytest tests/docker/test_install.py
 
 demo: $(INSTALLED)
 	$(BIN)/foredraft demo
