@@ -72,6 +72,7 @@ class Counters:
 
     sessions: int = 0
     forwards: int = 0
+    forward_rows: int = 0
     forward_tokens: int = 0
     proposals: int = 0
     proposed_tokens: int = 0

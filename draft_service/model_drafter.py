@@ -113,6 +113,7 @@ class ModelDrafter:
         started = time.perf_counter()
         logits = self._engine.forward([job.row for job in jobs])
         self.counters.forwards += 1
+        self.counters.forward_rows += len(jobs)
         self.counters.forward_tokens += sum(len(job.row.token_ids) for job in jobs)
         for job, rows in zip(jobs, logits, strict=True):
             if job.take is not None:

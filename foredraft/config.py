@@ -47,6 +47,13 @@ def check_address(address: str) -> str:
     return address
 
 
+def check_metrics_address(address: str) -> str:
+    """Return `address` if metrics can be served there: "host:port" or "[::1]:port"."""
+    if address.startswith("unix:"):
+        raise ValueError("must be host:port, such as 127.0.0.1:9464")
+    return check_address(address)
+
+
 def check_emulation(text: str) -> str:
     """Return `text` if it says how to emulate models."""
     emulation.parse(text)
@@ -74,6 +81,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
     grace_s: float = Field(30.0, ge=0, le=86400, description="Seconds that running requests get on SIGTERM.")
+MetricsAddress = Annotated[str, AfterValidator(check_metrics_address)]
     max_message_bytes: int = Field(
         16 * 2**20, ge=2**16, le=2**30, description="Largest gRPC message that is accepted, in bytes."
     )
@@ -97,6 +105,10 @@ class Settings(BaseModel):
 
 class ModelSettings(Settings):
     """What target and draft have."""
+    log_format: Literal["text", "json"] = Field("text", description="How: lines for people, or an object a line.")
+    otlp_endpoint: str | None = Field(
+        None, pattern="^https?://", description="OpenTelemetry collector (OTLP over gRPC) for traces; unset: no traces."
+    )
 
     emulate: Emulate | None = Field(
         None,
@@ -153,6 +165,11 @@ class TargetSettings(ModelSettings):
     @model_validator(mode="before")
     @classmethod
     def emulated(cls, values: Any) -> Any:
+    metrics_listen: MetricsAddress | None = Field(
+        None,
+        validation_alias="target_metrics_listen",
+        description="Where Prometheus metrics are served; unset: nowhere.",
+    )
         """An emulated target needs no model."""
         return stand_in(values, "target", "model")
 
@@ -194,6 +211,9 @@ class DraftSettings(ModelSettings):
         3, ge=1, le=32, description="Longest run of last tokens that is looked up in the text; combined: at least 2."
     )
     ngram_min: int = Field(
+    metrics_listen: MetricsAddress | None = Field(
+        None, validation_alias="draft_metrics_listen", description="As target_metrics_listen, for the draft."
+    )
         1, ge=1, le=32, description="Shortest run of last tokens that is looked up in the text; combined: at least 2."
     )
     idle_timeout_s: float = Field(
@@ -245,6 +265,7 @@ class OrchestratorSettings(Settings):
     auth_tokens: Path | None = Field(
         None, description="File of the tokens' hashes that let clients in (`foredraft token`); unset: no token needed."
     )
+    metrics_listen: MetricsAddress | None = Field(None, description="As target_metrics_listen, for the orchestrator.")
     tls_ca: Path | None = Field(
         None, description="Authorities, PEM, for the certificates of target and draft; unset: no TLS to them."
     )
@@ -269,6 +290,7 @@ def option_name(attribute: str, field: FieldInfo) -> str:
     return str(field.validation_alias or attribute)
 
 
+    trace_rounds: bool = Field(False, description="Whether traces have a span for every round.")
 def options(*services: type[Settings]) -> dict[str, FieldInfo]:
     """The options of these services by name."""
     return {option_name(a, field): field for service in services for a, field in service.model_fields.items()}

@@ -39,7 +39,7 @@ def serve(module: str, settings: Settings, stop_with_parent: bool) -> None:
     from foredraft.serving.logs import configure_logging
     from foredraft.serving.server import run
 
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     raise typer.Exit(run(importlib.import_module(module).main(settings)))
 
 

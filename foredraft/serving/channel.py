@@ -3,6 +3,7 @@
 import grpc
 
 from foredraft.serving.tls import ClientTls
+from foredraft.serving.tracing import propagating
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 
@@ -36,5 +37,5 @@ def channel(
     if authority is not None:
         options.append(("grpc.default_authority", authority))
     if tls is None or address.startswith("unix:"):
-        return grpc.aio.insecure_channel(address, options)
-    return grpc.aio.secure_channel(address, tls.credentials(), options)
+        return propagating(grpc.aio.insecure_channel(address, options))
+    return propagating(grpc.aio.secure_channel(address, tls.credentials(), options))

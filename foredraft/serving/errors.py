@@ -65,6 +65,9 @@ def failed_precondition(message: str) -> RequestError:
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: RequestError) -> NoReturn:
     """End the call with the error's status and details; raises grpc.aio.AbortError, which must reach gRPC."""
     status = status_pb2.Status(code=error.status.value[0], message=error.message)
+    # For instrumentation, which does not know of statuses with details.
+    context.set_code(error.status)
+    context.set_details(error.message)
     for detail in error.details:
         status.details.add().Pack(detail)
     await context.abort_with_status(rpc_status.to_status(status))

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ class ModelThread:
         self._prepare = prepare
         self._awake = threading.Event()
         self._stopping = False
+        # Seconds waited, and since when it waits; one tuple, so that other threads never see half of a change.
+        self._waited: tuple[float, float | None] = (0.0, None)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -46,6 +49,13 @@ class ModelThread:
         if self._thread.is_alive():
             self._thread.join()
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds that it has waited for work so far; from any thread, never less than before."""
+        now = time.perf_counter()
+        waited, since = self._waited
+        return waited if since is None else waited + max(0.0, now - since)
+
     def _run(self) -> None:
         try:
             if self._prepare is not None:
@@ -54,8 +64,14 @@ class ModelThread:
                 # Cleared before the step: a wake during the step leads to another one.
                 self._awake.clear()
                 if not self._stopping and not self._step():
-                    self._awake.wait()
+                    self._wait()
         except Exception as error:
             logger.exception("the thread %r ended by an error", self._thread.name)
             self.failure = error
             self._on_failure(error)
+
+    def _wait(self) -> None:
+        waited, since = self._waited[0], time.perf_counter()
+        self._waited = (waited, since)
+        self._awake.wait()
+        self._waited = (waited + time.perf_counter() - since, None)

@@ -1,10 +1,15 @@
-"""What every call of our services passes through: refusal unless serving, decoding, counting, translation of errors."""
+"""What every call of our services passes through: refusal unless serving, decoding, counting, translation of errors.
+
+So that traces see how calls end, the library's interceptor stands between that and gRPC. It knows async generators, but
+neither closes them nor knows statuses with details.
+"""
 
 import asyncio
 import logging
+import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -12,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from foredraft.serving.auth import Tokens
 from foredraft.serving.errors import RequestError, Violation, abort, invalid, unavailable
+from foredraft.serving.logs import request_id
 from foredraft.serving.undecodable import undecodable
 
 logger = logging.getLogger(__name__)
@@ -20,6 +26,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 RETRY_AFTER_S = 1.0
+# As in GenerateRequest.
+MAX_REQUEST_ID = 128
 
 
 class Services(grpc.GenericRpcHandler):
@@ -28,11 +36,13 @@ class Services(grpc.GenericRpcHandler):
     A RequestError that they raise becomes the call's status and details, and a request that cannot be decoded
     INVALID_ARGUMENT; what else they raise is logged and becomes INTERNAL. A generator is closed, so that its `finally`
     runs, before the call ends, however it ends. With `tokens`, calls without one of them are refused. While `refusal`
-    is set, every new call of our own services is answered with it.
+    is set, every new call of our own services is answered with it. While a call is handled, `logs.request_id` is its
+    metadata's x-request-id, and `interceptor` makes it part of a trace.
     """
 
-    def __init__(self, tokens: Tokens | None = None) -> None:
+    def __init__(self, tokens: Tokens | None = None, interceptor: grpc.aio.ServerInterceptor | None = None) -> None:
         self._tokens = tokens
+        self._interceptor = interceptor
         self.refusal: RequestError | None = unavailable("the server is starting; try again later", RETRY_AFTER_S)
         self.running = 0
         self.idle = asyncio.Event()
@@ -54,38 +64,77 @@ class Services(grpc.GenericRpcHandler):
         for handlers in self._handlers:
             handler = handlers.service(details)
             if handler is not None:
-                return self._guarded(handler, details.method)
+                return self._called(handler, details)
         return None
 
-    def _guarded(self, handler: Handler, method: str) -> Handler:
-        behaviour: Any = next(filter(None, (getattr(handler, kind) for kind in _FACTORIES)))
+    def _called(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        guarded = self._guarded(handler, details.method)
 
-        async def run(request: Any, context: Context) -> Any:
-            if not handler.request_streaming:
-                request = _decoded(handler, request)
-            if not handler.response_streaming:
-                return await behaviour(request, context)
-            async with aclosing(behaviour(request, context)) as responses:
-                async for response in responses:
+        async def call(request: Any, context: Context) -> Any:
+            request_id.set(_request_id(context))
+            async with AsyncExitStack() as closing:
+
+                def respond(request: Any, context: Context) -> Any:
+                    responses = guarded(request, context)
+                    if handler.response_streaming:
+                        closing.push_async_callback(responses.aclose)
+                    return responses
+
+                traced = await self._traced(_replaced(handler, respond), details)
+                if not handler.response_streaming:
+                    return await traced(request, context)
+                async for response in await closing.enter_async_context(aclosing(traced(request, context))):
                     await context.write(response)
             return None
 
-        async def guarded(request: Any, context: Context) -> Any:
-            try:
-                with self._counted():
-                    return await run(request, context)
-            except grpc.aio.BaseError:
-                raise  # an abort, or a client that has gone: gRPC knows both
-            except RequestError as error:
-                await abort(context, error)
-            except DecodeError:
-                await abort(context, invalid([Violation("request", "a message of the stream cannot be decoded")]))
-            except Exception as error:
-                _log(method, error)
-                message = f"internal error ({type(error).__name__}); the server's log has more"
-                await abort(context, RequestError(grpc.StatusCode.INTERNAL, message))
+        return _replaced(handler, call)
 
-        return _replaced(handler, guarded)
+    async def _traced(self, handler: Handler, details: grpc.HandlerCallDetails) -> Any:
+        """The behaviour of `handler`, within a span if there is tracing."""
+        if self._interceptor is not None and details.method.startswith("/foredraft."):
+
+            async def continuation(_: grpc.HandlerCallDetails) -> Handler:
+                return handler
+
+            return _behaviour(await self._interceptor.intercept_service(continuation, details))
+        return _behaviour(handler)
+
+    def _guarded(self, handler: Handler, method: str) -> Any:
+        """The behaviour of `handler`, counted, with its errors as statuses."""
+        behaviour = _behaviour(handler)
+
+        async def respond(request: Any, context: Context) -> Any:
+            async with self._ended(method, context):
+                return await behaviour(_decoded(handler, request), context)
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            async with (
+                self._ended(method, context),
+                aclosing(behaviour(_decoded(handler, request), context)) as responses,
+            ):
+                async for response in responses:
+                    yield response
+
+        return stream if handler.response_streaming else respond
+
+    @asynccontextmanager
+    async def _ended(self, method: str, context: Context) -> AsyncIterator[None]:
+        started = time.perf_counter()
+        try:
+            with self._counted():
+                yield
+        except grpc.aio.BaseError:
+            raise  # an abort, or a client that has gone: gRPC knows both
+        except RequestError as error:
+            await abort(context, error)
+        except DecodeError:
+            await abort(context, invalid([Violation("request", "a message of the stream cannot be decoded")]))
+        except Exception as error:
+            _log(method, error)
+            message = f"internal error ({type(error).__name__}); the server's log has more"
+            await abort(context, RequestError(grpc.StatusCode.INTERNAL, message))
+        finally:
+            logger.debug("%s ended after %.3f s", method, time.perf_counter() - started)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -125,13 +174,25 @@ def _refusing(refusal: RequestError) -> Handler:
     return handler
 
 
-def _decoded(handler: Handler, data: bytes) -> Any:
+def _behaviour(handler: "Handler | None") -> Any:
+    return next(filter(None, (getattr(handler, kind) for kind in _FACTORIES)))
+
+
+def _decoded(handler: Handler, request: Any) -> Any:
+    """The request of a unary call, which comes as bytes; a stream decodes its own."""
+    if handler.request_streaming:
+        return request
     decode: Any = handler.request_deserializer
     try:
-        return decode(data)
+        return decode(request)
     except DecodeError:
         # The generated code passes the message class's FromString, which knows the class.
-        raise invalid([undecodable(decode.__self__.DESCRIPTOR, data)]) from None
+        raise invalid([undecodable(decode.__self__.DESCRIPTOR, request)]) from None
+
+
+def _request_id(context: Context) -> str:
+    found = (value for key, value in context.invocation_metadata() or () if key == "x-request-id")
+    return str(next(found, ""))[:MAX_REQUEST_ID]
 
 
 def _log(method: str, error: Exception) -> None:

@@ -15,14 +15,17 @@ import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from foredraft.config import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.serving.address import is_loopback
 from foredraft.serving.auth import Tokens
 from foredraft.serving.channel import MAX_MESSAGE_BYTES
 from foredraft.serving.errors import unavailable
+from foredraft.serving.metrics import MetricsServer
 from foredraft.serving.rpc import RETRY_AFTER_S, Services
 from foredraft.serving.tls import ServerTls, TlsError
+from foredraft.serving.tracing import Tracing, TracingError, connect
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,8 @@ class Server:
     Create it inside the event loop. `address` is "host:port" (port 0: any free one) or "unix:/path". Through a Unix
     socket there is no TLS: the permissions of its directory guard it. An address that other machines can reach needs
     `tls`, or `insecure`. With `tokens`, all but health needs one of them. `health_address` serves health alone, without
-    TLS, for probes.
+    TLS, for probes. `metrics_address`, "host:port", serves what is in `metrics`. `tracing` makes spans of calls and is
+    stopped with the server.
     """
 
     def __init__(
@@ -78,27 +82,38 @@ class Server:
         tokens: Tokens | None = None,
         reflection: bool = True,
         health_address: str | None = None,
+        metrics_address: str | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.address = address
         self.health_address = health_address
+        self.metrics_address = metrics_address
+        self.metrics = CollectorRegistry()
+        self.tracing = tracing
         self.grace_s = grace_s
         self._service_names = tuple(service_names)
         self._tls = tls
         self._insecure = insecure
         self._reflection = reflection
-        self._services = Services(tokens)
+        self._services = Services(tokens, tracing.interceptor if tracing is not None else None)
         self._grpc = grpc.aio.server(
             handlers=[self._services], options=[*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         )
         self._health = health.aio.HealthServicer()
         self._health_grpc: grpc.aio.Server | None = None
+        self._metrics_server: MetricsServer | None = None
         self._exit_code = 0
         self._shut_down = asyncio.Event()
         self._at_once = asyncio.Event()
 
     @classmethod
     def configured(cls, settings: AnySettings, service_names: Sequence[str], tokens: Tokens | None = None) -> Self:
-        """The server that the options of a service describe."""
+        """The server that the options of a service describe. Raises StartError if traces cannot be sent."""
+        try:
+            name = type(settings).__name__.removesuffix("Settings").lower()
+            tracing = connect(settings.otlp_endpoint, name) if settings.otlp_endpoint is not None else None
+        except TracingError as error:
+            raise StartError(str(error)) from error
         tls = None
         if settings.tls_cert is not None and settings.tls_key is not None:
             tls = ServerTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -112,10 +127,12 @@ class Server:
             tokens=tokens,
             reflection=settings.reflection,
             health_address=settings.health_listen,
+            metrics_address=settings.metrics_listen,
+            tracing=tracing,
         )
 
     async def start(self) -> None:
-        """Bind and start. Afterwards `address` and `health_address` have the real ports.
+        """Bind and start. Afterwards `address`, `health_address` and `metrics_address` have the real ports.
 
         Raises StartError if an address cannot be had or would let others in unprotected, or TLS's files cannot be used.
         """
@@ -132,6 +149,13 @@ class Server:
             )
             self.health_address = self._bind(self._health_grpc, self.health_address, None)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_grpc)
+        if self.metrics_address is not None:
+            try:
+                self._metrics_server = MetricsServer(self.metrics_address, self.metrics)
+            except OSError as error:
+                raise StartError(f"cannot serve metrics on {self.metrics_address}: {error}") from error
+            self.metrics_address = self._metrics_server.address
+            logger.info("metrics on http://%s/metrics", self.metrics_address)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         for server in filter(None, (self._grpc, self._health_grpc)):
             await server.start()
@@ -212,6 +236,10 @@ class Server:
         # Without running calls, the last statuses get time to leave; watchers of health never end by themselves.
         grace = None if self._services.running else 0.2
         await asyncio.gather(*(server.stop(grace) for server in (self._grpc, self._health_grpc) if server is not None))
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.stop)
+        if self.tracing is not None:
+            await self.tracing.stop()
         logger.info("stopped")
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
