@@ -62,6 +62,7 @@ def check_emulation(text: str) -> str:
 
 Address = Annotated[str, AfterValidator(check_address)]
 Emulate = Annotated[str, AfterValidator(check_emulation)]
+MetricsAddress = Annotated[str, AfterValidator(check_metrics_address)]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Mode = Literal["plain", "sequential", "overlapped"]
@@ -81,11 +82,14 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
     grace_s: float = Field(30.0, ge=0, le=86400, description="Seconds that running requests get on SIGTERM.")
-MetricsAddress = Annotated[str, AfterValidator(check_metrics_address)]
     max_message_bytes: int = Field(
         16 * 2**20, ge=2**16, le=2**30, description="Largest gRPC message that is accepted, in bytes."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
+    log_format: Literal["text", "json"] = Field("text", description="How: lines for people, or an object a line.")
+    otlp_endpoint: str | None = Field(
+        None, pattern="^https?://", description="OpenTelemetry collector (OTLP over gRPC) for traces; unset: no traces."
+    )
     tls_cert: Path | None = Field(None, description="The server's certificate chain, PEM; read again when it changes.")
     tls_key: Path | None = Field(None, description="The key of tls_cert, PEM.")
     tls_client_ca: Path | None = Field(
@@ -105,10 +109,6 @@ MetricsAddress = Annotated[str, AfterValidator(check_metrics_address)]
 
 class ModelSettings(Settings):
     """What target and draft have."""
-    log_format: Literal["text", "json"] = Field("text", description="How: lines for people, or an object a line.")
-    otlp_endpoint: str | None = Field(
-        None, pattern="^https?://", description="OpenTelemetry collector (OTLP over gRPC) for traces; unset: no traces."
-    )
 
     emulate: Emulate | None = Field(
         None,
@@ -146,6 +146,11 @@ class TargetSettings(ModelSettings):
     health_listen: Address | None = Field(
         None, validation_alias="target_health_listen", description="Where health is served without TLS, for probes."
     )
+    metrics_listen: MetricsAddress | None = Field(
+        None,
+        validation_alias="target_metrics_listen",
+        description="Where Prometheus metrics are served; unset: nowhere.",
+    )
     dtype: Dtype = Field("auto", description="Type of the target's weights; auto: bfloat16 where it is fast.")
     device: Device = Field("auto", description="Where the target runs; auto: cuda if there is one.")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="GPUs that the target is split over.")
@@ -165,11 +170,6 @@ class TargetSettings(ModelSettings):
     @model_validator(mode="before")
     @classmethod
     def emulated(cls, values: Any) -> Any:
-    metrics_listen: MetricsAddress | None = Field(
-        None,
-        validation_alias="target_metrics_listen",
-        description="Where Prometheus metrics are served; unset: nowhere.",
-    )
         """An emulated target needs no model."""
         return stand_in(values, "target", "model")
 
@@ -192,6 +192,9 @@ class DraftSettings(ModelSettings):
     health_listen: Address | None = Field(
         None, validation_alias="draft_health_listen", description="Where health is served without TLS, for probes."
     )
+    metrics_listen: MetricsAddress | None = Field(
+        None, validation_alias="draft_metrics_listen", description="As target_metrics_listen, for the draft."
+    )
     dtype: Dtype = Field("auto", validation_alias="draft_dtype", description="Type of the draft's weights.")
     device: Device = Field("auto", validation_alias="draft_device", description="Where the draft runs.")
     max_model_len: int | None = Field(
@@ -211,9 +214,6 @@ class DraftSettings(ModelSettings):
         3, ge=1, le=32, description="Longest run of last tokens that is looked up in the text; combined: at least 2."
     )
     ngram_min: int = Field(
-    metrics_listen: MetricsAddress | None = Field(
-        None, validation_alias="draft_metrics_listen", description="As target_metrics_listen, for the draft."
-    )
         1, ge=1, le=32, description="Shortest run of last tokens that is looked up in the text; combined: at least 2."
     )
     idle_timeout_s: float = Field(
@@ -246,6 +246,7 @@ class OrchestratorSettings(Settings):
     """`foredraft orchestrator`."""
 
     listen: Address = Field("127.0.0.1:50051", description="Where the public API listens.")
+    metrics_listen: MetricsAddress | None = Field(None, description="As target_metrics_listen, for the orchestrator.")
     health_listen: Address | None = Field(None, description="Where health is served without TLS, for probes.")
     target: Address = Field("127.0.0.1:50052", description="Address of the target service.")
     draft: Address | None = Field("127.0.0.1:50053", description="Address of the draft service; null: none.")
@@ -262,10 +263,10 @@ class OrchestratorSettings(Settings):
     draft_timeout_s: float = Field(1.0, gt=0, description="Seconds a round waits for a proposal, then it goes plain.")
     max_concurrent_requests: int = Field(64, ge=1, description="Requests that are worked on at a time.")
     log_prompts: bool = Field(False, description="Whether prompts and outputs may appear in the logs.")
+    trace_rounds: bool = Field(False, description="Whether traces have a span for every round.")
     auth_tokens: Path | None = Field(
         None, description="File of the tokens' hashes that let clients in (`foredraft token`); unset: no token needed."
     )
-    metrics_listen: MetricsAddress | None = Field(None, description="As target_metrics_listen, for the orchestrator.")
     tls_ca: Path | None = Field(
         None, description="Authorities, PEM, for the certificates of target and draft; unset: no TLS to them."
     )
@@ -290,7 +291,6 @@ def option_name(attribute: str, field: FieldInfo) -> str:
     return str(field.validation_alias or attribute)
 
 
-    trace_rounds: bool = Field(False, description="Whether traces have a span for every round.")
 def options(*services: type[Settings]) -> dict[str, FieldInfo]:
     """The options of these services by name."""
     return {option_name(a, field): field for service in services for a, field in service.model_fields.items()}
