@@ -8,6 +8,7 @@ import torch
 
 from draft_service.combined import CombinedDrafter
 from draft_service.drafter import Drafter
+from draft_service.metrics import DraftMetrics
 from draft_service.model_drafter import ModelDrafter
 from draft_service.ngram import NgramDrafter
 from draft_service.scheduler import Scheduler
@@ -34,7 +35,7 @@ TREE_TOKENS_PER_BRANCH = 16
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The parts of a running draft service; a metrics layer reads `scheduler` and `places`. No engine: no model."""
+    """The parts of a running draft service; `server.metrics` knows of them. No engine: no model."""
 
     engine: Engine | None
     scheduler: Scheduler
@@ -115,6 +116,7 @@ async def start_draft(settings: DraftSettings, server: Server) -> Draft:
         idle_timeout_s=settings.idle_timeout_s,
     )
     server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer)
+    server.metrics.register(DraftMetrics(engine, scheduler, places, thread))
     thread.start()
     _log(identity, threads)
     return Draft(engine, scheduler, places, servicer, thread)

@@ -10,6 +10,7 @@ from foredraft.serving.server import Server, StartError
 from foredraft.v1 import generation_pb2, generation_pb2_grpc
 from orchestrator.backends import Backends, PairError
 from orchestrator.decode import Decoder
+from orchestrator.metrics import Failovers, Metrics
 from orchestrator.service import GenerationServicer
 from orchestrator.tokenizer import Tokenizer, TokenizerError
 
@@ -28,8 +29,13 @@ async def main(settings: OrchestratorSettings) -> int:
     server = Server.configured(settings, [SERVICE], tokens)
     await server.start()
     backends = Backends(settings)
+    server.metrics.register(
+        Failovers(lambda: {"target": backends.targets.failovers, "draft": backends.drafts.failovers})
+    )
+    tracing = server.tracing if settings.trace_rounds else None
+    metrics = Metrics(server.metrics, tracing.tracer if tracing is not None else None)
     try:
-        servicer = await _connect(backends, settings)
+        servicer = await _connect(backends, settings, metrics)
         server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
         await server.set_serving()
         return await server.wait()
@@ -40,12 +46,14 @@ async def main(settings: OrchestratorSettings) -> int:
         await backends.close()
 
 
-async def _connect(backends: Backends, settings: OrchestratorSettings) -> GenerationServicer:
+async def _connect(backends: Backends, settings: OrchestratorSettings, metrics: Metrics) -> GenerationServicer:
     try:
         await backends.connect()
         tokenizer = await asyncio.to_thread(Tokenizer, await backends.fetch_tokenizer())
     except (PairError, TokenizerError) as error:
         raise StartError(str(error)) from error
     except grpc.aio.AioRpcError as error:
-        raise StartError(f"the target at {settings.target} did not give its tokenizer: {error.details()}") from error
-    return GenerationServicer(tokenizer, Decoder(backends, settings), backends, settings)
+        raise StartError(
+            f"the target at {', '.join(settings.target)} did not give its tokenizer: {error.details()}"
+        ) from error
+    return GenerationServicer(tokenizer, Decoder(backends, settings), backends, settings, metrics)

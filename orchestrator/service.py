@@ -13,6 +13,7 @@ import grpc
 
 from foredraft.config import OrchestratorSettings
 from foredraft.serving.errors import RequestError, Violation, error_details, exhausted, invalid, unavailable
+from foredraft.serving.logs import request_id
 from foredraft.serving.rpc import RETRY_AFTER_S
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from foredraft.validation import (
@@ -27,6 +28,7 @@ from foredraft.validation import (
 from orchestrator.backends import Backends
 from orchestrator.decode import Decoder, DecodeRequest
 from orchestrator.merge import merge
+from orchestrator.metrics import Metrics
 from orchestrator.sample import Sample
 from orchestrator.text import detokenize
 from orchestrator.tokenizer import Tokenizer
@@ -48,6 +50,7 @@ class Generation:
     request_id: str
     prompt: list[int]
     sampling: common_pb2.Sampling
+    started: float
     deadline: float | None
 
 
@@ -55,12 +58,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """GenerationService on one decoder. Errors are raised as RequestError."""
 
     def __init__(
-        self, tokenizer: Tokenizer, decoder: Decoder, backends: Backends, settings: OrchestratorSettings
+        self,
+        tokenizer: Tokenizer,
+        decoder: Decoder,
+        backends: Backends,
+        settings: OrchestratorSettings,
+        metrics: Metrics,
     ) -> None:
         self._tokenizer = tokenizer
         self._decoder = decoder
         self._backends = backends
         self._settings = settings
+        self._metrics = metrics
         self._running = 0
 
     async def Generate(
@@ -117,8 +126,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _generate(self, request: generation_pb2.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
         """`started`, then the events of all samples as they come. Closing it ends every sample's sessions at once."""
-        with self._admitted():
+        with self._metrics.request(), self._admitted():
             generation = await self._prepare(request, context)
+            self._metrics.prompt_tokens.inc(len(generation.prompt))
             await context.send_initial_metadata((("x-request-id", generation.request_id),))
             yield Event(
                 started=generation_pb2.Started(
@@ -151,6 +161,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _prepare(self, request: generation_pb2.GenerateRequest, context: Context) -> Generation:
         """Check the request and resolve its defaults."""
+        started = time.perf_counter()
         model, limit = self._backends.target_model, self._settings.max_new_tokens_limit
         check_generate(request, GenerationLimits(model.vocabulary_size, model.context_length, limit))
         self._check_speculation(request.speculation)
@@ -166,12 +177,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if not sampling.HasField("max_new_tokens"):
             # More than the context still holds: then it is the context that ends the sample, and the reason says so.
             sampling.max_new_tokens = limit or model.context_length
-        request_id = request.request_id or secrets.token_hex(8)
+        identity = request.request_id or request_id.get() or secrets.token_hex(8)
+        request_id.set(identity)
         if self._settings.log_prompts:
-            logger.info("request %s has the prompt %r", request_id, detokenize(self._tokenizer, prompt))
+            logger.info("the prompt is %r", detokenize(self._tokenizer, prompt))
         remaining = context.time_remaining()
         deadline = time.perf_counter() + remaining if remaining is not None else None
-        return Generation(request, request_id, prompt, sampling, deadline)
+        return Generation(request, identity, prompt, sampling, started, deadline)
 
     def _check_speculation(self, speculation: generation_pb2.Speculation) -> None:
         draft, most = self._backends.draft, self._settings.max_draft_tokens
@@ -194,21 +206,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncGenerator[Event, None]:
         """The chunks of one sample, which begins when one of `places` is free, and how it ended."""
         sample = Sample(self._tokenizer, generation.request, index)
+        metrics = self._metrics.sample(sample.statistics, index, generation.started)
         decoding = self._decoder.decode(self._decode_request(generation, index), sample.statistics)
-        async with places, aclosing(decoding) as emissions:
-            async for emission in emissions:
-                chunk = sample.take(emission)
-                if sample.finish_reason:
-                    break
-                yield Event(chunk=chunk)
-            else:
-                raise RuntimeError("decoding ended without a finish reason")
+        try:
+            async with places, aclosing(decoding) as emissions:
+                async for emission in emissions:
+                    chunk = sample.take(emission)
+                    metrics.emitted(len(chunk.token_ids))
+                    if sample.finish_reason:
+                        break
+                    yield Event(chunk=chunk)
+                else:
+                    raise RuntimeError("decoding ended without a finish reason")
+        finally:
+            metrics.update()
         # Only now, so that a slow reader does not keep sessions that have nothing left to do.
         yield Event(chunk=chunk)
         completed = sample.completed(len(generation.prompt))
         logger.info(
-            "request %s, sample %d: %d prompt tokens, %d tokens of output, %s",
-            generation.request_id,
+            "sample %d: %d prompt tokens, %d tokens of output, %s",
             index,
             completed.usage.prompt_token_count,
             completed.usage.completion_token_count,

@@ -14,6 +14,7 @@ from foredraft.engine.loading import LoadedModel, load
 from foredraft.serving.model_thread import ModelThread
 from foredraft.serving.server import Server, StartError
 from foredraft.v1 import common_pb2, target_pb2, target_pb2_grpc
+from target_service.metrics import TargetMetrics
 from target_service.places import Places
 from target_service.scheduler import Scheduler
 from target_service.service import TargetServicer
@@ -29,7 +30,7 @@ QUEUE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The parts of a running target service; a metrics layer reads `scheduler` and `places`."""
+    """The parts of a running target service; `server.metrics` knows of `scheduler` and `places`."""
 
     identity: common_pb2.Model
     scheduler: Scheduler
@@ -98,6 +99,7 @@ async def start_target(settings: TargetSettings, server: Server, *, queue_timeou
         idle_timeout_s=settings.idle_timeout_s,
     )
     server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer)
+    server.metrics.register(TargetMetrics(scheduler, places, thread))
     thread.start()
     return Target(identity, scheduler, places, servicer, thread)
 

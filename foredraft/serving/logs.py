@@ -32,7 +32,7 @@ def configure_logging(level: str = "info", log_format: LogFormat = "text") -> No
         handler.setFormatter(_WithRequest("%(name)s: %(message)s"))
     else:
         handler.setFormatter(_WithRequest("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.addFilter(_add_ids)
+    handler.addFilter(add_ids)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -42,7 +42,8 @@ class _WithRequest(logging.Formatter):
         return super().formatMessage(record) + (f" [{identity}]" if identity else "")
 
 
-def _add_ids(record: logging.LogRecord) -> bool:
+def add_ids(record: logging.LogRecord) -> bool:
+    """A filter that lets everything pass, with `request_id` and `trace_id` if there are any."""
     for name, identity in (("request_id", request_id.get()), ("trace_id", tracing.trace_id())):
         if identity:
             setattr(record, name, identity)

@@ -14,6 +14,7 @@ from foredraft.v1 import generation_pb2_grpc
 from orchestrator.backends import Backends
 from orchestrator.client import AsyncClient
 from orchestrator.decode import Decoder
+from orchestrator.metrics import Metrics
 from orchestrator.server import SERVICE as ORCHESTRATOR
 from orchestrator.service import GenerationServicer
 from orchestrator.tokenizer import Tokenizer
@@ -39,7 +40,8 @@ async def services(directory: Path) -> AsyncIterator[AsyncClient]:
     backends = Backends(settings)
     await backends.connect()
     tokenizer = Tokenizer(await backends.fetch_tokenizer())
-    servicer = GenerationServicer(tokenizer, Decoder(backends, settings), backends, settings)
+    metrics = Metrics(servers[ORCHESTRATOR].metrics)
+    servicer = GenerationServicer(tokenizer, Decoder(backends, settings), backends, settings, metrics)
     servers[ORCHESTRATOR].add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
     await servers[ORCHESTRATOR].set_serving()
     try:

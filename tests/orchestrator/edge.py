@@ -12,6 +12,7 @@ from foredraft.config import OrchestratorSettings
 from foredraft.serving.server import Server
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from orchestrator.decode import DecodeRequest, Emission
+from orchestrator.metrics import Metrics
 from orchestrator.server import SERVICE
 from orchestrator.service import GenerationServicer
 from orchestrator.tokenizer import Tokenizer
@@ -129,7 +130,8 @@ async def serving(directory: Path, **settings: Any) -> AsyncIterator[Edge]:
     server = Server(address, [SERVICE])
     await server.start()
     options = OrchestratorSettings(listen=address, **settings)
-    servicer = GenerationServicer(TOKENIZER, decoder, backends, options)  # type: ignore[arg-type]
+    metrics = Metrics(server.metrics)
+    servicer = GenerationServicer(TOKENIZER, decoder, backends, options, metrics)  # type: ignore[arg-type]
     server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
     await server.set_serving()
     try:

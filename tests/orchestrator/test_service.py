@@ -10,6 +10,7 @@ import pytest
 
 from foredraft.serving.channel import channel
 from foredraft.serving.errors import Violation, error_details, unavailable
+from foredraft.serving.logs import add_ids
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from orchestrator.backends import Draft
 from orchestrator.decode import DecodeRequest, Emission
@@ -409,9 +410,12 @@ async def test_prompts_are_logged_only_if_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, log_prompts: bool
 ) -> None:
     caplog.set_level("DEBUG")
+    caplog.handler.addFilter(add_ids)
     async with serving(tmp_path, log_prompts=log_prompts) as edge, channel(edge.address) as connection:
         stub = generation_pb2_grpc.GenerationServiceStub(connection)
         await stub.Generate(Request(text="my secret", request_id="mine"))
     assert ("secret" in caplog.text) == log_prompts
     assert "Hello" not in caplog.text
-    assert "mine" in caplog.text
+    logged = [record for record in caplog.records if record.name == "orchestrator.service"]
+    assert logged
+    assert all(record.request_id == "mine" for record in logged)  # type: ignore[attr-defined]
