@@ -6,7 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from foredraft.cli import chat, demo, distill, generate, servers, up
+from foredraft.cli import chat, demo, distill, generate, servers, token, top, up
 from foredraft.config import ConfigError
 
 
@@ -36,6 +36,8 @@ app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("distill")(distill.distill)
 app.command("assemble")(distill.assemble)
+app.command("token")(token.token)
+app.command("top")(top.top)
 app.command("target-server")(servers.target_server)
 app.command("draft-server")(servers.draft_server)
 app.command("orchestrator")(servers.orchestrator)

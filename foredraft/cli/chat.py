@@ -8,15 +8,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from foredraft.cli.requests import Address, explain, plain_errors, with_sampling
+from foredraft.cli.requests import Address, explain, plain_errors, with_credentials, with_sampling
 
 DRAFTED = "green"
 HELP = "Tokens in green were drafted. /reset starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer."
 
 
+@with_credentials
 @with_sampling
 def chat(
     options: dict[str, Any],
+    credentials: dict[str, Any],
     address: Address = "127.0.0.1:50051",
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
 ) -> None:
@@ -26,7 +28,9 @@ def chat(
     console = Console(highlight=False, soft_wrap=True)
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
-    with Client(address) as client:
+    with plain_errors(address):
+        connection = Client(address, **credentials)
+    with connection as client:
         with plain_errors(address):
             models = client.get_model(timeout=10)
         drafting = (

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from foredraft.cli.requests import Address, plain_errors, with_sampling
+from foredraft.cli.requests import Address, plain_errors, with_credentials, with_sampling
 from foredraft.config import ConfigError
 
 # What only the services can do.
@@ -16,9 +16,11 @@ DEFAULT_DRAFT_TOKENS = 4
 DEFAULT_MAX_NEW_TOKENS = 256
 
 
+@with_credentials
 @with_sampling
 def generate(
     options: dict[str, Any],
+    credentials: dict[str, Any],
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")] = None,
     address: Address = "127.0.0.1:50051",
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message to a chat model.")] = False,
@@ -45,7 +47,7 @@ def generate(
         if model or draft_model:
             raise ConfigError("the services have their models already; leave --model and --draft-model out")
         request = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-        from_service(address, {**request, **options}, sample_count, logprobs, as_json)
+        from_service(address, credentials, {**request, **options}, sample_count, logprobs, as_json)
     else:
         if model is None:
             raise ConfigError(f"--backend {backend} needs --model, and --draft-model to speculate")
@@ -55,11 +57,18 @@ def generate(
         in_process(backend, str(prompt), chat, options, model, draft_model, dtype, as_json)
 
 
-def from_service(address: str, options: dict[str, Any], sample_count: int, logprobs: int | None, as_json: bool) -> None:
+def from_service(
+    address: str,
+    credentials: dict[str, Any],
+    options: dict[str, Any],
+    sample_count: int,
+    logprobs: int | None,
+    as_json: bool,
+) -> None:
     """Print what the services generate, as it comes if it is one text."""
     from orchestrator.client import Client
 
-    with plain_errors(address), Client(address) as client:
+    with plain_errors(address), Client(address, **credentials) as client:
         if as_json or sample_count > 1:
             if logprobs is not None:
                 options["logprobs"] = logprobs

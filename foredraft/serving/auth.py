@@ -23,8 +23,8 @@ class TokensError(Exception):
 
 
 def new_token() -> str:
-    """A random token of 256 bits."""
-    return secrets.token_urlsafe(32)
+    """A random token of 256 bits, with a beginning by which it is known where it should not be."""
+    return "foredraft_" + secrets.token_urlsafe(32)
 
 
 def token_hash(token: str) -> bytes:
