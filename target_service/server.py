@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import sys
 from dataclasses import dataclass
+from functools import partial
 
+import grpc
 import torch
 
 from foredraft.config import TargetSettings
@@ -11,11 +14,12 @@ from foredraft.engine.emulated import load_emulated
 from foredraft.engine.engine import Engine
 from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel, load
+from foredraft.engine.parallel import Leader
 from foredraft.serving.model_thread import ModelThread
 from foredraft.serving.server import Server, StartError
 from foredraft.v1 import common_pb2, target_pb2, target_pb2_grpc
-from target_service.metrics import TargetMetrics
 from target_service.places import Places
+from target_service.ranks import RankLostError, Ranks, leave, start_ranks
 from target_service.scheduler import Scheduler
 from target_service.service import TargetServicer
 from target_service.session import Limits
@@ -30,17 +34,25 @@ QUEUE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The parts of a running target service; `server.metrics` knows of `scheduler` and `places`."""
+    """The parts of a running target service; a metrics layer reads `scheduler` and `places`."""
 
     identity: common_pb2.Model
     scheduler: Scheduler
     places: Places
     servicer: TargetServicer
     thread: ModelThread
+    ranks: Ranks | None = None
+    leader: Leader | None = None
 
     async def stop(self) -> None:
-        """Ends the model thread once its forward is done. Call it when no session is left."""
+        """Ends the model thread once its forward is done, then the other ranks. Call it when no session is left."""
+        if self.ranks is not None and (self.ranks.lost.done() or self.thread.failure is not None):
+            self.ranks.kill()
+            return
         await asyncio.to_thread(self.thread.stop)
+        if self.ranks is not None and self.leader is not None:
+            await asyncio.to_thread(self.leader.dismiss)
+            await self.ranks.stop()
 
 
 async def main(settings: TargetSettings) -> int:
@@ -49,39 +61,53 @@ async def main(settings: TargetSettings) -> int:
     await server.start()
     try:
         target = await start_target(settings, server)
+    except RankLostError as error:
+        await server.stop()
+        print(f"error: {error}", file=sys.stderr)
+        leave(1)
     except Exception:
         await server.stop()
         raise
     await server.set_serving()
     exit_code = await server.wait()
     await target.stop()
+    if target.ranks is not None and exit_code:
+        leave(exit_code)
     return exit_code
 
 
 async def start_target(settings: TargetSettings, server: Server, *, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> Target:
     """Loads the model, which blocks no handler, starts its thread and adds the service to `server`.
 
-    If the model fails later, all sessions end with INTERNAL and the server shuts down with exit code 1. Raises
-    StartError for settings or a model that cannot be served.
+    If the model fails later, all sessions end with INTERNAL, or with UNAVAILABLE if it has several ranks, of which
+    one may be lost, and the server shuts down with exit code 1. Raises StartError for settings or a model that cannot
+    be served.
     """
-    if settings.tensor_parallel_size > 1:
-        raise StartError("tensor_parallel_size > 1 is not available in this build yet; use one device")
-    threads = settings.threads or torch.get_num_threads()
     try:
-        model, engine, tokenizer_files = await asyncio.to_thread(_load, settings, threads)
+        ranks = await start_ranks(settings) if settings.tensor_parallel_size > 1 else None
+        threads = settings.threads or max(1, torch.get_num_threads() // settings.tensor_parallel_size)
+        loading = partial(_load, settings, threads, ranks)
+        model, engine, tokenizer_files = await (asyncio.to_thread(loading) if ranks is None else ranks.during(loading))
     except ModelError as error:
         raise StartError(str(error)) from error
     identity = _identity(model, engine)
     _log(identity, model, threads)
     loop = asyncio.get_running_loop()
 
-    def fail(error: Exception) -> None:
-        loop.call_soon_threadsafe(servicer.fail)
+    def fail(error: object) -> None:
+        # Of a model in parts one is lost or cannot be reached; another replica can go on.
+        status = grpc.StatusCode.INTERNAL if ranks is None else grpc.StatusCode.UNAVAILABLE
+        loop.call_soon_threadsafe(servicer.fail, status)
         loop.call_soon_threadsafe(server.shut_down, 1)
 
+    def step() -> bool:
+        if engine.leader is not None:
+            engine.leader.heartbeat()
+        return scheduler.step()
+
     thread = ModelThread(
+        step,
         # The number of threads belongs to the thread that sets it.
-        lambda: scheduler.step(),
         name="target model",
         prepare=lambda: torch.set_num_threads(threads),
         on_failure=fail,
@@ -99,12 +125,13 @@ async def start_target(settings: TargetSettings, server: Server, *, queue_timeou
         idle_timeout_s=settings.idle_timeout_s,
     )
     server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer)
-    server.metrics.register(TargetMetrics(scheduler, places, thread))
     thread.start()
-    return Target(identity, scheduler, places, servicer, thread)
+    if ranks is not None:
+        ranks.guard(fail, thread.wake)
+    return Target(identity, scheduler, places, servicer, thread, ranks, engine.leader)
 
 
-def _load(settings: TargetSettings, threads: int) -> tuple[LoadedModel, Engine, dict[str, bytes]]:
+def _load(settings: TargetSettings, threads: int, ranks: Ranks | None) -> tuple[LoadedModel, Engine, dict[str, bytes]]:
     torch.set_num_threads(threads)
     if (cost := settings.emulation.target) is not None:
         model, engine = load_emulated(
@@ -113,7 +140,13 @@ def _load(settings: TargetSettings, threads: int) -> tuple[LoadedModel, Engine, 
             max_sessions=settings.max_sessions,
         )
         return model, engine, model.tokenizer_files()
-    model = load(settings.model, dtype=settings.dtype, device=settings.device)
+    group = None if ranks is None else ranks.join()
+    model = load(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        tensor_parallel_size=settings.tensor_parallel_size,
+    )
     max_model_len = settings.max_model_len or min(model.context_length, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > model.context_length:
         raise ModelError(f"max_model_len is {max_model_len}; {model.name} has a context of {model.context_length}")
@@ -122,6 +155,7 @@ def _load(settings: TargetSettings, threads: int) -> tuple[LoadedModel, Engine, 
         max_model_len=max_model_len,
         max_sessions=settings.max_sessions,
         batch_invariant=settings.batch_invariant,
+        group=group,
     )
     return model, engine, model.tokenizer_files()
 

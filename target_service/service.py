@@ -42,9 +42,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._places = places
         self._idle_timeout_s = idle_timeout_s
         self._failed = asyncio.Event()
+        self._failure = grpc.StatusCode.INTERNAL
 
-    def fail(self) -> None:
-        """Ends every session, now and later, with INTERNAL: the model thread is gone."""
+    def fail(self, status: grpc.StatusCode = grpc.StatusCode.INTERNAL) -> None:
+        """Ends every session, now and later, with `status`: the model thread is gone, or cannot go on."""
+        self._failure = status
         self._failed.set()
 
     async def Verify(
@@ -65,7 +67,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if failed.done():
-                    raise RequestError(grpc.StatusCode.INTERNAL, "the model failed and the server is going down")
+                    raise RequestError(self._failure, "the model failed and the server is going down")
                 if verifying is not None and verifying.done():
                     yield stream.take()
                 elif reading.done():

@@ -1,6 +1,7 @@
 """Which models work on slots: attention over a text, with explicit positions, and no other state."""
 
 import inspect
+import math
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -32,6 +33,25 @@ def check_config(config: PreTrainedConfig) -> None:
         raise ModelError(
             f"{config.model_type} uses {unsupported.pop()} rotary positions, which change as the text grows; "
             f"only fixed ones are served"
+        )
+
+
+def check_parallel(config: PreTrainedConfig, size: int) -> None:
+    """Raises ModelError if Transformers cannot split such a model evenly over `size` devices."""
+    text_config = config.get_text_config(decoder=True)
+    if not getattr(text_config, "base_model_tp_plan", None):
+        raise ModelError(
+            f"Transformers has no plan for splitting {config.model_type} over several devices; "
+            f"set tensor_parallel_size to 1"
+        )
+    heads = text_config.num_attention_heads
+    key_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    common = math.gcd(heads, key_heads)
+    if common % size:
+        fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise ModelError(
+            f"{heads} attention heads with {key_heads} key/value heads cannot be split evenly over {size} devices; "
+            f"set tensor_parallel_size to one of {fits}"
         )
 
 

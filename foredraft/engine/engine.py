@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,9 +43,11 @@ class Engine:
     With `batch_invariant` the engine tries to compute a text's logits with the same bits whatever shares a pass with
     it, which makes a pass over one token slower; the attribute of this name says whether it succeeds. In float32 on
     CPUs the model's weights are packed, if there is memory for it, and must not change any more. With `group` the model
-    is this rank's part of one that several share, and the other ranks `parallel.follow`. Raises ModelError if the model
-    does not work on slots or the memory does not suffice.
+    is this rank's part of one that several share, and the other ranks `parallel.follow` the `leader`. Raises ModelError
+    if the model does not work on slots or the memory does not suffice.
     """
+
+    leader: Leader | None = None
 
     def __init__(
         self,
@@ -68,20 +70,21 @@ class Engine:
         self.max_model_len, self.max_sessions, self.tree_size = max_model_len, max_sessions, tree_size
         self.device = model.device
         self.vocabulary_rows = embedding_rows(model)
-        runner = Runner(
-            model,
-            max_model_len=max_model_len,
-            max_sessions=max_sessions,
-            tree_size=tree_size,
-            batch_invariant=batch_invariant,
-        )
-        self._stride = runner.stride
-        self._runner: Runner | Leader = runner if group is None else Leader(runner, group)
-        self._cache: Rows = self._runner
+        arguments: dict[str, Any] = {
+            "max_model_len": max_model_len,
+            "max_sessions": max_sessions,
+            "tree_size": tree_size,
+            "batch_invariant": batch_invariant,
+        }
+        if group is not None:
+            self.leader = Leader(model, group, **arguments)
+        self.runner = self.leader or Runner(model, **arguments)
+        self._cache: Rows = self.runner
+        self._stride = self.runner.stride
         self._forget()
-        check_logits(self, self._runner)
-        if self.device.type == "cuda" and group is None and not batch_invariant:
-            self._try_static_passes(runner)
+        check_logits(self, self.runner)
+        if self.device.type == "cuda" and isinstance(self.runner, Runner) and not batch_invariant:
+            self._try_static_passes(self.runner)
         self._forget()
         self.batch_invariant = batch_invariant and measure_batch_invariance(self)
         self._forget()
@@ -190,7 +193,7 @@ class Engine:
             for row in rows:
                 self._check_row(row)
                 batch.add(row)
-            logits = self._runner.run(batch)
+            logits = self.runner.run(batch)
         self.forwards += 1
         self.computed_tokens += len(batch.token_ids)
         counts = [len(row.want) for row in rows]

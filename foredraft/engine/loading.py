@@ -19,9 +19,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from foredraft.engine.compatibility import check_config, check_model, embedding_rows
+from foredraft.engine.compatibility import check_config, check_model, check_parallel, embedding_rows
 from foredraft.engine.errors import ModelError
 from foredraft.engine.head import restrict
 from foredraft.engine.identity import vocabulary_hash, weight_files, weights_hash
@@ -72,13 +73,20 @@ class LoadedModel:
 
 
 def load(
-    name: str, *, dtype: str = "auto", device: str = "auto", layers: int | None = None, progress: bool = False
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    layers: int | None = None,
+    progress: bool = False,
+    tensor_parallel_size: int = 1,
 ) -> LoadedModel:
     """Loads the model called `name`: a directory, a hub id or a .gguf file, which is dequantised.
 
     `dtype` "auto" is bfloat16 on processors that compute it natively, else float32; on CUDA the checkpoint's own.
-    `layers` keeps only the first layers, which makes a cheap draft. `progress` shows progress bars. Code that comes
-    with a model never runs, and of weight files only safetensors and GGUF are read. Raises ModelError.
+    `layers` keeps only the first layers, which makes a cheap draft. `progress` shows progress bars. With a
+    `tensor_parallel_size` above 1 this rank gets its part; all that have joined must call. Code that comes with a model
+    never runs, and of weight files only safetensors and GGUF are read. Raises ModelError.
     """
     place = _device(device)
     path, source = _resolve(name, progress)
@@ -86,7 +94,9 @@ def load(
         config = _load_config(name, source)
         _keep_layers(config, layers)
         check_config(config)
-        weights = _load_weights(name, source, config, _dtype(dtype, place, config, path))
+        weights = _load_weights(
+            name, source, config, _dtype(dtype, place, config, path), tensor_parallel_size=tensor_parallel_size
+        )
         tokenizer = _load_tokenizer(name, path, source)
     check_model(weights)
     text_config = config.get_text_config(decoder=True)
@@ -106,6 +116,33 @@ def load(
         parameter_count=sum(parameter.numel() for parameter in weights.parameters()),
         context_length=text_config.max_position_embeddings,
     )
+
+
+def load_part(name: str, *, dtype: str, device: str, tensor_parallel_size: int) -> PreTrainedModel:
+    """This rank's part of a model whose leader calls `load`, and nothing else. Raises ModelError."""
+    path, source = _resolve(name, progress=False)
+    with _quiet(progress=False):
+        config = _load_config(name, source)
+        chosen = _dtype(dtype, _device(device), config, path)
+        return _load_weights(name, source, config, chosen, tensor_parallel_size=tensor_parallel_size)
+
+
+def parallel_device(name: str, *, device: str, tensor_parallel_size: int) -> str:
+    """Where the parts of a model will lie, "cpu" or "cuda"; raises ModelError, before anything is loaded."""
+    kind = _device(device).type
+    if kind == "cpu" and torch.cuda.is_available():
+        raise ModelError(
+            "Transformers splits models over the GPUs it sees; to use the CPU hide them: CUDA_VISIBLE_DEVICES="
+        )
+    if kind == "cuda" and torch.cuda.device_count() < tensor_parallel_size:
+        raise ModelError(
+            f"tensor_parallel_size is {tensor_parallel_size}; {torch.cuda.device_count()} CUDA devices are visible"
+        )
+    path, source = _resolve(name, progress=False)
+    if path.is_file():
+        raise ModelError(f"{name} is a GGUF file, which cannot be split over devices; give a Transformers directory")
+    check_parallel(_load_config(name, source), tensor_parallel_size)
+    return kind
 
 
 def _device(device: str) -> torch.device:
@@ -175,10 +212,21 @@ def _keep_layers(config: PreTrainedConfig, layers: int | None) -> None:
         text_config.layer_types = text_config.layer_types[:layers]
 
 
-def _load_weights(name: str, source: dict[str, Any], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _load_weights(
+    name: str,
+    source: dict[str, Any],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    *,
+    tensor_parallel_size: int,
+) -> PreTrainedModel:
+    parts: dict[str, Any] = {}
+    if tensor_parallel_size > 1:
+        parts["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=tensor_parallel_size)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **source,
+            **parts,
             config=config,
             dtype=dtype,
             use_safetensors=True,

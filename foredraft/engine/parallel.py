@@ -6,12 +6,14 @@ message, broadcast over a group of their own on CPUs, so that waiting for the ne
 """
 
 import pickle
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from transformers import PreTrainedModel
 
 from foredraft.engine.batch import Batch
 from foredraft.engine.runner import Runner
@@ -21,16 +23,17 @@ Group = distributed.ProcessGroup
 # A message that fits here, header included, is one broadcast; a decode step does.
 MESSAGE_BYTES = 16384
 HEADER_BYTES = 8
-# How long followers wait for a message before they give the leader up; a heartbeat has to come sooner.
+# How long followers wait for a message before they give the leader up, and how often it sends one when idle.
 SILENCE = timedelta(minutes=30)
+HEARTBEAT_S = 60.0
 # Loading a large model takes as long, and ranks may finish far apart.
 LOADING = timedelta(hours=2)
 
 
-def join(device: str, rank: int, size: int, store: torch._C._distributed_c10d.Store | None = None) -> Group:
-    """Joins the ranks that share a model and returns the group for messages; collective. `device`: cpu or cuda.
+def join(device: str, rank: int, size: int, store: "torch._C._distributed_c10d.Store") -> Group:
+    """Joins the `size` ranks that meet in `store` to share a model; returns the group for messages.
 
-    Without a `store` the ranks find one another as torchrun's environment says.
+    `device`: cpu or cuda.
     """
     backend = "nccl" if device == "cuda" else "gloo"
     distributed.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=LOADING)
@@ -39,10 +42,14 @@ def join(device: str, rank: int, size: int, store: torch._C._distributed_c10d.St
 
 
 class Leader:
-    """Calls a runner on all ranks. The methods are the runner's."""
+    """Calls the runners of all ranks, made with the same arguments. The methods are the runner's."""
 
-    def __init__(self, runner: Runner, group: Group) -> None:
-        self._runner, self._group = runner, group
+    def __init__(self, model: PreTrainedModel, group: Group, **arguments: Any) -> None:
+        self._group = group
+        self._sent = 0.0
+        self._send("", arguments)
+        self._runner = Runner(model, **arguments)
+        self.stride = self._runner.stride
 
     def run(self, batch: Batch) -> Tensor:
         """See Runner."""
@@ -65,14 +72,16 @@ class Leader:
         return self._runner.plain_logits(text)
 
     def heartbeat(self) -> None:
-        """Tells the followers to wait on."""
-        self._send("")
+        """Tells the followers to wait on, if they have not heard anything for `HEARTBEAT_S`. For the calling thread."""
+        if time.perf_counter() >= self._sent + HEARTBEAT_S:
+            self._send("heartbeat")
 
     def dismiss(self) -> None:
         """Ends the followers' loops."""
         self._send("dismiss")
 
     def _send(self, method: str, *arguments: Any) -> None:
+        self._sent = time.perf_counter()
         content = pickle.dumps((method, arguments))
         message = bytearray(max(MESSAGE_BYTES, HEADER_BYTES + len(content)))
         message[:HEADER_BYTES] = len(content).to_bytes(HEADER_BYTES, "little")
@@ -83,13 +92,18 @@ class Leader:
             distributed.broadcast(whole[MESSAGE_BYTES:], src=0, group=self._group)
 
 
-def follow(runner: Runner, group: Group) -> None:
-    """Does what the leader does until it says that it is over. Raises RuntimeError if the leader is gone."""
+def follow(model: PreTrainedModel, group: Group) -> None:
+    """Does what the leader does with its part of the model until it says that it is over.
+
+    Raises RuntimeError if the leader is gone, and ModelError as the runner does.
+    """
+    _, (parameters,) = _receive(group)
+    runner = Runner(model, **parameters)
     while True:
         method, arguments = _receive(group)
         if method == "dismiss":
             return
-        if method:
+        if method != "heartbeat":
             getattr(runner, method)(*arguments)
 
 

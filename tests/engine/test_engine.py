@@ -181,7 +181,7 @@ def test_only_decoding_and_verifying_has_a_fixed_shape() -> None:
 
 def fixed_shapes(engine: Engine) -> StaticPasses:
     """Has an engine on the CPU run passes of fixed shape, as on a GPU but without graphs."""
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, Runner)
     runner.use_static_passes()
     assert runner.static_passes is not None
@@ -399,7 +399,7 @@ def test_cuda_graphs_compute_what_the_plain_model_computes(kind: str, monkeypatc
         pytest.skip("no CUDA device")
     monkeypatch.setitem(TOLERANCE, torch.float32, 1e-2)
     schedule = Schedule(kind, torch.float32, seed=11, device="cuda")
-    runner = schedule.engine._runner
+    runner = schedule.engine.runner
     assert isinstance(runner, Runner)
     assert runner.static_passes is not None, "the engine found that graphs compute something else"
     for _ in range(120):

@@ -72,7 +72,6 @@ async def test_the_tokenizer_works_from_its_streamed_files(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"max_model_len": 10_000}, "max_model_len"),
         ({"model": "/nowhere"}, "/nowhere"),
     ],
