@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.engine import Engine, Row, Slot
+from foredraft.sampling.coupled import greedy
 from foredraft.sampling.logprobs import token_logprobs
 from foredraft.sampling.proposal import SparseQ
-from foredraft.sampling.verification import verify
+from foredraft.sampling.verification import coupled_verification, verify
 from foredraft.sampling.warpers import warp
 from foredraft.serving.errors import RequestError
 from target_service.session import Limits, Session, Timing, Verdict, finish
@@ -87,6 +88,20 @@ class _Piece:
     completes: bool
 
 
+@dataclass(slots=True)
+class _Round:
+    """A round whose forward is done: raw logits [k + 1, V], warped ones, and the draws of the latter if they are known.
+
+    Sampling looks at all rounds of a forward together where it can: small operations would take longer than the forward
+    of a small model, and the device would have to be waited for after each.
+    """
+
+    job: _Job
+    logits: Tensor
+    warped: Tensor
+    draws: list[int] | None = None
+
+
 class Scheduler:
     """Owns the engine's slots and the rounds in work.
 
@@ -143,12 +158,18 @@ class Scheduler:
                 piece.job.started = started
         logits = self._engine.forward([piece.row for piece in pieces])
         self.counters.add_forward(len(pieces), sum(len(piece.row.token_ids) for piece in pieces), started=started)
+        rounds = []
         for piece, rows in zip(pieces, logits, strict=True):
             if piece.completes:
                 del self._jobs[piece.job.session]
-                piece.job.reply(self._answer(piece.job, rows, started))
+                rounds.append(_Round(piece.job, rows, self._warped(piece.job, rows)))
             else:
                 piece.job.compute_s += time.perf_counter() - started
+        by_argmax = [one for one in rounds if one.job.session.params.temperature == 0]
+        for one, draws in zip(by_argmax, greedy([one.warped for one in by_argmax]), strict=True):
+            one.draws = draws
+        for one in rounds:
+            one.job.reply(self._answer(one, started))
         return True
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -197,20 +218,28 @@ class Scheduler:
             for other, slot in self._slots.items()
         )
 
-    def _answer(self, job: _Job, logits: Tensor, started: float) -> Verdict | RequestError:
-        """Verifies a round from its raw logits [k + 1, V], and brings text and slot to what is final now."""
-        session, base = job.session, len(job.session.text)
+    def _warped(self, job: _Job, logits: Tensor) -> Tensor:
+        session = job.session
+        return warp(
+            logits,
+            session.params,
+            text=session.text,
+            prompt_length=session.prompt_length,
+            draft=job.draft,
+            eos_token_ids=self._limits.eos_token_ids,
+            vocabulary_size=self._limits.vocabulary_size,
+        )
+
+    def _answer(self, one: _Round, started: float) -> Verdict | RequestError:
+        """Verifies a round, and brings text and slot to what is final now."""
+        job, session, base = one.job, one.job.session, len(one.job.session.text)
         try:
-            warped = warp(
-                logits,
-                session.params,
-                text=session.text,
-                prompt_length=session.prompt_length,
-                draft=job.draft,
-                eos_token_ids=self._limits.eos_token_ids,
-                vocabulary_size=self._limits.vocabulary_size,
-            )
-            verified = verify(warped, job.draft, job.q, session.params, sample_index=session.sample_index, base=base)
+            if one.draws is None:
+                verified = verify(
+                    one.warped, job.draft, job.q, session.params, sample_index=session.sample_index, base=base
+                )
+            else:
+                verified = coupled_verification(one.draws, job.draft)
         except ValueError as error:
             # Parameters can leave no token to draw; that is one session's end and not the server's.
             return RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"cannot draw the token at position {base}: {error}")
@@ -221,7 +250,7 @@ class Scheduler:
         tokens, accepted = tokens[:count], min(verified.accepted, count)
         logprobs = []
         if session.logprobs is not None:
-            logprobs = token_logprobs(logits[:count], tokens, session.logprobs, self._limits.vocabulary_size)
+            logprobs = token_logprobs(one.logits[:count], tokens, session.logprobs, self._limits.vocabulary_size)
         self._engine.rollback(self._slots[session], base + accepted)
         session.text += tokens
         session.finish_reason = reason

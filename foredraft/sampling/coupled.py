@@ -74,6 +74,20 @@ def draw(
     return draws
 
 
+def greedy(warped: Sequence[Tensor]) -> list[list[int] | None]:
+    """What `draw` gives at temperature 0, for several tensors [R, V], with one wait for the device in all.
+
+    None where the largest score of a row is not finite: `draw` tells what that means.
+    """
+    if not warped:
+        return []
+    best = [rows.max(-1) for rows in warped]
+    finite = torch.cat([values for values, _ in best]).isfinite()
+    ids = torch.where(finite, torch.cat([indices for _, indices in best]), -1)
+    draws = [part.tolist() for part in ids.cpu().split_with_sizes([len(rows) for rows in warped])]
+    return [None if -1 in draw else draw for draw in draws]
+
+
 def _noisy(
     warped: Tensor, seed: int, sample_index: int, positions: Sequence[int], individual: int
 ) -> tuple[Tensor, Tensor]:

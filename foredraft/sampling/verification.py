@@ -44,8 +44,7 @@ def verify(
         raise ValueError(f"{len(draft)} draft tokens need {len(draft) + 1} rows of scores, not {len(warped)}")
     if params.method is Method.COUPLED or params.temperature == 0:
         draws = draw(warped, params, sample_index=sample_index, positions=range(base, base + len(warped)))
-        accepted = coupled_rule(draws, draft)
-        return Verification(accepted, draws[accepted])
+        return coupled_verification(draws, draft)
     p = warped.double().softmax(-1)
     if not bool(p.sum().isfinite()):
         raise ValueError("no token is left to draw: all of a row are masked, or the logits are not numbers")
@@ -55,6 +54,12 @@ def verify(
     accepted, weights = rule(p, dense, draft, coins)
     u = uniform(params.seed, sample_index, base + accepted, Purpose.NEXT, base)
     return Verification(accepted, pick(weights, u))
+
+
+def coupled_verification(draws: Sequence[int], draft: Sequence[int]) -> Verification:
+    """What stands, and what follows: the target's own draw at the first position where that is not the draft's."""
+    accepted = coupled_rule(draws, draft)
+    return Verification(accepted, draws[accepted])
 
 
 def coupled_rule(draws: Sequence[int], draft: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.sampling import coupled
-from foredraft.sampling.coupled import draw, rank
+from foredraft.sampling.coupled import draw, greedy, rank
 from foredraft.sampling.noise import gumbel
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.verification import verify
@@ -174,3 +174,22 @@ def test_a_similar_draft_draws_the_same_token_more_often_than_independent_draws_
         agreement = sum(a == b for a, b in zip(*same, strict=True)) / 500
         d = (p.softmax(-1) - q.softmax(-1)).abs().sum(-1).mean() / 2
         assert agreement > (1 - d) / (1 + d) - 0.1
+
+
+def test_greedy_draws_of_several_sessions_are_those_of_each() -> None:
+    generator = torch.Generator().manual_seed(1)
+    # Whole numbers, so that there are ties.
+    sessions = [torch.randint(0, 9, (rows, 40), generator=generator).float() for rows in (1, 4, 2)]
+    sessions[1][2, 5:] = -torch.inf
+    params = SamplingParams(temperature=0)
+    expected = [draw(rows, params, sample_index=0, positions=range(len(rows))) for rows in sessions]
+    assert greedy(sessions) == expected
+    assert greedy([]) == []
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_greedy_leaves_rows_that_are_not_finite_to_draw(value: float) -> None:
+    rows = torch.zeros(3, 8)
+    bad = rows.clone()
+    bad[1] = value
+    assert greedy([rows, bad, rows]) == [[0, 0, 0], None, [0, 0, 0]]
