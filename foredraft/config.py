@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -60,7 +69,26 @@ def check_emulation(text: str) -> str:
     return text
 
 
+def check_service(address: str) -> str:
+    """As check_address, and "dns:///host:port": all addresses of that name are replicas."""
+    if address.startswith("dns:"):
+        name = address.rpartition("/")[2]
+        if not address.startswith("dns:///") or name.startswith(":"):
+            raise ValueError("must be dns:///host:port, such as dns:///targets.default.svc:50052")
+        check_address(name)
+        return address
+    return check_address(address)
+
+
+def split(addresses: Any) -> Any:
+    """Addresses may come as one text with commas."""
+    return [part.strip() for part in addresses.split(",")] if isinstance(addresses, str) else addresses
+
+
 Address = Annotated[str, AfterValidator(check_address)]
+Addresses = Annotated[
+    tuple[Annotated[str, AfterValidator(check_service)], ...], BeforeValidator(split), Field(min_length=1)
+]
 Emulate = Annotated[str, AfterValidator(check_emulation)]
 MetricsAddress = Annotated[str, AfterValidator(check_metrics_address)]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -248,8 +276,13 @@ class OrchestratorSettings(Settings):
     listen: Address = Field("127.0.0.1:50051", description="Where the public API listens.")
     metrics_listen: MetricsAddress | None = Field(None, description="As target_metrics_listen, for the orchestrator.")
     health_listen: Address | None = Field(None, description="Where health is served without TLS, for probes.")
-    target: Address = Field("127.0.0.1:50052", description="Address of the target service.")
-    draft: Address | None = Field("127.0.0.1:50053", description="Address of the draft service; null: none.")
+    target: Addresses = Field(
+        ("127.0.0.1:50052",),
+        description="Addresses of target services with the same model; dns:///host:port: all addresses of that name.",
+    )
+    draft: Addresses | None = Field(
+        ("127.0.0.1:50053",), description="Addresses of draft services, as for target; null: none."
+    )
     mode: Mode = Field("overlapped", description="How draft and target work together if the request does not say.")
     speculation_enabled: bool = Field(True, description="Whether to speculate at all; false: always plain decoding.")
     max_draft_tokens: int = Field(4, ge=0, le=64, description="Most draft tokens of a round.")
@@ -260,6 +293,9 @@ class OrchestratorSettings(Settings):
         None, ge=1, description="Most tokens a request may ask for; unset: what the context holds."
     )
     target_wait_s: float = Field(10.0, ge=0, description="Seconds a request waits for a target that is gone.")
+    target_silence_s: float = Field(
+        30.0, gt=0, description="Seconds without a sign of life after which a target counts as hung."
+    )
     draft_timeout_s: float = Field(1.0, gt=0, description="Seconds a round waits for a proposal, then it goes plain.")
     max_concurrent_requests: int = Field(64, ge=1, description="Requests that are worked on at a time.")
     log_prompts: bool = Field(False, description="Whether prompts and outputs may appear in the logs.")
@@ -397,7 +433,7 @@ def value_kind(name: str) -> str:
     if "enum" in schema:
         return " | ".join(schema["enum"])
     kind = str(schema["type"])
-    return {"boolean": "true | false", "string": "text"}.get(kind, kind)
+    return {"boolean": "true | false", "string": "text", "array": "addresses"}.get(kind, kind)
 
 
 def default_text(name: str) -> str:
@@ -405,6 +441,8 @@ def default_text(name: str) -> str:
     field = OPTIONS[name]
     if field.is_required():
         return "required"
+    if isinstance(field.default, tuple):
+        return ", ".join(field.default)
     return "unset" if field.default is None else json.dumps(field.default).strip('"')
 
 

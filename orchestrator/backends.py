@@ -1,156 +1,142 @@
-"""The services behind the orchestrator: channels, identities, and whether the draft fits the target."""
+"""The services behind the orchestrator: their replicas, identities, and whether a draft fits the target."""
 
 # The stubs' asyncio classes exist for type checkers only.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from dataclasses import dataclass
-
-import grpc
+from typing import TypeAlias
 
 from foredraft.config import OrchestratorSettings
-from foredraft.serving.channel import channel
-from foredraft.serving.errors import unavailable
+from foredraft.serving.tls import ClientTls
 from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from orchestrator.replicas import Replica, Replicas, UnfitError
 
 logger = logging.getLogger(__name__)
 
 # Seconds a unary call to a healthy service may take at most.
 CALL_TIMEOUT = 10.0
-# Seconds between attempts to reach a service that is away.
-RETRY_INTERVAL = 0.5
-# The same for a draft that did not fit: somebody has to restart it with another model first.
-PAIR_RETRY_INTERVAL = 10.0
 
 
-class PairError(ValueError):
+class PairError(UnfitError):
     """The draft does not fit the target."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A connected draft service. `model` is None if it drafts without one."""
+    """What a draft service is. `model` is None if it drafts without one."""
 
-    stub: draft_pb2_grpc.DraftServiceAsyncStub
     model: common_pb2.Model | None
     drafters: list[common_pb2.Drafter]
 
 
-class Backends:
-    """One target and at most one draft service.
+TargetReplica: TypeAlias = "Replica[target_pb2_grpc.TargetServiceAsyncStub, common_pb2.Model]"
+DraftReplica: TypeAlias = "Replica[draft_pb2_grpc.DraftServiceAsyncStub, Draft]"
 
-    `draft` is None while there is none that fits, and `degraded_reason` says why.
+
+class Backends:
+    """The replicas of one target, and those of draft services if there are any. Create it inside the event loop.
+
+    The first target that answers decides `target_model`; others are its replicas if weights, type and context length
+    are the same, and are not used if they are not. Raises TlsError for files that cannot be used.
     """
 
     def __init__(self, settings: OrchestratorSettings) -> None:
-        self._settings = settings
-        self._target_channel = channel(settings.target)
-        self.target = target_pb2_grpc.TargetServiceStub(self._target_channel)
+        tls = None
+        if settings.tls_ca is not None:
+            tls = ClientTls(settings.tls_ca, settings.tls_client_cert, settings.tls_client_key)
         self.target_model = common_pb2.Model()
-        self.draft: Draft | None = None
-        self.degraded_reason = "speculation is switched off"
-        self._draft_lost = asyncio.Event()
-        self._watcher: asyncio.Task[None] | None = None
+        self._speculates = settings.draft is not None and settings.speculation_enabled
+        self.targets = Replicas(
+            settings.target,
+            target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
+            target_pb2_grpc.TargetServiceStub,
+            self._admit_target,
+            tls,
+        )
+        self.drafts = Replicas(
+            (settings.draft or ()) if self._speculates else (),
+            draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
+            draft_pb2_grpc.DraftServiceStub,
+            self._admit_draft,
+            tls,
+        )
 
     async def connect(self) -> None:
-        """Wait for the target, then look for the draft once and keep looking in the background.
+        """Wait for a target, then look for the drafts once and keep looking in the background.
 
         Raises PairError if a draft answers and does not fit: a pair that was given by mistake should not pass unseen.
         """
-        while True:
-            try:
-                self.target_model = await self._get_target_model()
-                break
-            except grpc.aio.AioRpcError as error:
-                logger.info("waiting for the target at %s: %s", self._settings.target, error.details())
-                await asyncio.sleep(RETRY_INTERVAL)
-        if self._settings.draft is None or not self._settings.speculation_enabled:
-            return
-        stub = draft_pb2_grpc.DraftServiceStub(channel(self._settings.draft))
-        await self._connect_draft(stub)
-        self._watcher = asyncio.create_task(self._watch_draft(stub))
+        self.targets.start()
+        while not self.targets.usable:
+            logger.info("waiting for the target: %s", self.targets.reason)
+            await self.targets.wait()
+        self.drafts.start()
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT):
+                while any(not replica.tried for replica in self.drafts.all.values()):
+                    await self.drafts.wait()
+        except TimeoutError:
+            logger.warning("no answer from all draft services yet: %s", self.drafts.reason)
+        unfit = [replica for replica in self.drafts.all.values() if replica.unfit]
+        if unfit:
+            raise PairError(unfit[0].reason)
 
     async def close(self) -> None:
         """Close the channels."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
-        await self._target_channel.close()
+        await asyncio.gather(self.targets.close(), self.drafts.close())
+
+    @property
+    def draft(self) -> Draft | None:
+        """What drafts, if any draft service can be used now."""
+        usable = self.drafts.usable
+        return usable[0].admitted if usable else None
+
+    @property
+    def degraded_reason(self) -> str:
+        """Why there is no speculation; empty if there is."""
+        if not self._speculates:
+            return "speculation is switched off"
+        return "" if self.drafts.usable else f"no draft service can be used: {self.drafts.reason}"
 
     async def fetch_tokenizer(self) -> dict[str, bytes]:
         """The target's tokenizer files by name."""
         files: dict[str, bytes] = {}
-        async for part in self.target.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT):
+        stub = self.targets.usable[0].stub
+        async for part in stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT):
             files[part.file_name] = files.get(part.file_name, b"") + part.data
         return files
 
-    async def wait_for_target(self) -> None:
-        """Return when the target that was lost is back.
+    async def _admit_target(self, stub: target_pb2_grpc.TargetServiceAsyncStub) -> common_pb2.Model:
+        response = await stub.GetModel(target_pb2.TargetServiceGetModelRequest(), timeout=CALL_TIMEOUT)
+        model, known = response.model, self.target_model
+        if not known.weights_hash:
+            self.target_model = model
+        elif model.weights_hash != known.weights_hash:
+            raise UnfitError(
+                f"has other weights ({model.weights_hash[:12]}, expected {known.weights_hash[:12]}); restart the "
+                "orchestrator to use them"
+            )
+        elif (model.dtype, model.context_length) != (known.dtype, known.context_length):
+            raise UnfitError(
+                f"computes in {model.dtype or 'an unknown type'} with a context of {model.context_length}, and the "
+                f"other targets in {known.dtype or 'an unknown type'} with {known.context_length}"
+            )
+        return model
 
-        Raises RequestError UNAVAILABLE if another model answers instead.
-        """
-        while True:
-            await asyncio.sleep(RETRY_INTERVAL)
-            try:
-                model = await self._get_target_model()
-            except grpc.aio.AioRpcError:
-                continue
-            if model.weights_hash != self.target_model.weights_hash:
-                raise unavailable(
-                    f"the target came back with other weights ({model.weights_hash[:12]}, expected "
-                    f"{self.target_model.weights_hash[:12]}); restart the orchestrator to use them",
-                    self._settings.target_wait_s,
-                )
-            return
-
-    def draft_failed(self, error: grpc.aio.AioRpcError) -> None:
-        """Report that a session on the draft ended with this error, so that new ones wait until it is back.
-
-        A masked status (see `orchestrator.target.is_lost`) may also mean that just this session was refused: the next
-        one will tell.
-        """
-        if error.code() is grpc.StatusCode.UNAVAILABLE and self.draft is not None:
-            logger.warning("draft service lost, decoding goes on plainly: %s", error.details())
-            self.degraded_reason = f"the draft service was lost: {error.details()}"
-            self.draft = None
-            self._draft_lost.set()
-
-    async def _get_target_model(self) -> common_pb2.Model:
-        response = await self.target.GetModel(target_pb2.TargetServiceGetModelRequest(), timeout=CALL_TIMEOUT)
-        return response.model
-
-    async def _watch_draft(self, stub: draft_pb2_grpc.DraftServiceAsyncStub) -> None:
-        while True:
-            if self.draft is not None:
-                await self._draft_lost.wait()
-                self._draft_lost.clear()
-            await asyncio.sleep(RETRY_INTERVAL)
-            try:
-                await self._connect_draft(stub)
-            except PairError as error:
-                self.degraded_reason = str(error)
-                await asyncio.sleep(PAIR_RETRY_INTERVAL)
-
-    async def _connect_draft(self, stub: draft_pb2_grpc.DraftServiceAsyncStub) -> None:
-        try:
-            response = await stub.GetModel(draft_pb2.DraftServiceGetModelRequest(), timeout=CALL_TIMEOUT)
-            model = response.model if response.HasField("model") else None
-            if model is not None and model.vocabulary_hash != self.target_model.vocabulary_hash:
-                raise PairError(await self._difference(stub, model))
-        except grpc.aio.AioRpcError as error:
-            self.degraded_reason = f"the draft service cannot be reached: {error.details()}"
-            return
+    async def _admit_draft(self, stub: draft_pb2_grpc.DraftServiceAsyncStub) -> Draft:
+        response = await stub.GetModel(draft_pb2.DraftServiceGetModelRequest(), timeout=CALL_TIMEOUT)
+        model = response.model if response.HasField("model") else None
+        if model is not None and model.vocabulary_hash != self.target_model.vocabulary_hash:
+            raise PairError(await self._difference(stub, model))
         logger.info("drafting with %s", model.name if model is not None else "n-grams of the text")
-        self.draft = Draft(stub, model, list(response.drafters))
-        self.degraded_reason = ""
+        return Draft(model, list(response.drafters))
 
     async def _difference(self, stub: draft_pb2_grpc.DraftServiceAsyncStub, draft: common_pb2.Model) -> str:
         """Say in a sentence where the two vocabularies differ first."""
         target = self.target_model
-        ours, theirs = await asyncio.gather(_vocabulary(self.target), _vocabulary(stub))
+        ours, theirs = await asyncio.gather(_vocabulary(self.targets.usable[0].stub), _vocabulary(stub))
         pairs = enumerate(zip(ours, theirs, strict=False))
         first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
         a, b = (repr(tokens[first]) if first < len(tokens) else "missing" for tokens in (ours, theirs))

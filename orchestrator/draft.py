@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,7 @@ class DraftSession:
         self._round_id = -1
         self._prepared: dict[tuple[int, int], Proposal] = {}
         self._unanswered = 0
+        self._asked = 0.0
         self._waiting: asyncio.Future[draft_pb2.Proposal] | None = None
         self._unsent: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue(MAX_UNSENT)
         self._unsent.put_nowait(draft_pb2.DraftRequest(open=request))
@@ -76,6 +78,11 @@ class DraftSession:
     def usable(self) -> bool:
         """Whether the stream is up and no proposal is overdue."""
         return self.failure is None and self._unanswered == 0
+
+    @property
+    def overdue_s(self) -> float:
+        """For how many seconds an overdue proposal has been waited for."""
+        return time.perf_counter() - self._asked if self._unanswered else 0.0
 
     def verifying(self, round_id: int, text: Sequence[int], token_ids: Sequence[int], max_tokens: int) -> None:
         """Make all of `text` final, and tell what the target verifies after it now.
@@ -100,6 +107,7 @@ class DraftSession:
         """
         self._waiting = asyncio.get_running_loop().create_future()
         self._unanswered += 1
+        self._asked = time.perf_counter()
         self._commit(text, max_tokens)
         ends: set[asyncio.Future[Any]] = {self._waiting, self._reader}
         await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

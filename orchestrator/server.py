@@ -7,6 +7,7 @@ import grpc
 from foredraft.config import OrchestratorSettings
 from foredraft.serving.auth import Tokens, TokensError
 from foredraft.serving.server import Server, StartError
+from foredraft.serving.tls import TlsError
 from foredraft.v1 import generation_pb2, generation_pb2_grpc
 from orchestrator.backends import Backends, PairError
 from orchestrator.decode import Decoder
@@ -28,7 +29,11 @@ async def main(settings: OrchestratorSettings) -> int:
         raise StartError(str(error)) from error
     server = Server.configured(settings, [SERVICE], tokens)
     await server.start()
-    backends = Backends(settings)
+    try:
+        backends = Backends(settings)
+    except TlsError as error:
+        await server.stop()
+        raise StartError(str(error)) from error
     server.metrics.register(
         Failovers(lambda: {"target": backends.targets.failovers, "draft": backends.drafts.failovers})
     )

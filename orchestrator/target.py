@@ -34,12 +34,21 @@ class TimedVerdict:
 
 
 class TargetSession:
-    """One Verify stream. Every call may raise grpc.aio.AioRpcError; after that the session is over."""
+    """One Verify stream. Every call may raise grpc.aio.AioRpcError; after that the session is over.
+
+    A target from which nothing is heard for `silence_s` seconds, neither a verdict nor progress, counts as lost.
+    """
 
     def __init__(
-        self, stub: target_pb2_grpc.TargetServiceAsyncStub, *, timeout: float | None = None, metadata: Metadata = ()
+        self,
+        stub: target_pb2_grpc.TargetServiceAsyncStub,
+        *,
+        silence_s: float,
+        timeout: float | None = None,
+        metadata: Metadata = (),
     ) -> None:
         self._call = stub.Verify(timeout=timeout, metadata=metadata)
+        self._silence_s = silence_s
 
     async def open(self, request: target_pb2.OpenTarget) -> TimedVerdict:
         """Start the session; the verdict is the first output token."""
@@ -59,11 +68,20 @@ class TargetSession:
         except asyncio.InvalidStateError:  # The server ended the stream before this round was sent.
             await self._raise_end()
         while True:
-            response = await self._call.read()
+            response = await self._read()
             if not isinstance(response, target_pb2.VerifyResponse):
                 await self._raise_end()
             if response.HasField("verdict") and response.verdict.round_id == round_id:
                 return TimedVerdict(response.verdict, time.perf_counter() - started)
+
+    async def _read(self) -> object:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await self._call.read()
+        except TimeoutError:
+            details = f"the target gave no sign of life for {self._silence_s:g} s"
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details) from None
 
     async def _raise_end(self) -> NoReturn:
         """Raise the status with which the server ended the stream, which it never does with OK by itself."""

@@ -88,7 +88,7 @@ def test_null_unsets_an_option_everywhere_and_an_empty_variable_is_not_there(tmp
     assert load(OrchestratorSettings, {}, file, {}).draft is None
     assert load(OrchestratorSettings, {}, None, {"FOREDRAFT_DRAFT": "null"}).draft is None
     assert load(OrchestratorSettings, {"draft": "null"}, None, {}).draft is None
-    assert load(OrchestratorSettings, {}, None, {"FOREDRAFT_DRAFT": ""}).draft == "127.0.0.1:50053"
+    assert load(OrchestratorSettings, {}, None, {"FOREDRAFT_DRAFT": ""}).draft == ("127.0.0.1:50053",)
 
 
 @pytest.mark.parametrize(

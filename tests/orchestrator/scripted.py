@@ -18,7 +18,7 @@ def token_at(position: int) -> int:
 
 class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     """Accepts draft tokens that are those of the text. `die_at` ends streams with UNAVAILABLE at that length, once;
-    every verdict takes `delay` seconds."""
+    every verdict takes `delay` seconds; `away` tells its model to nobody."""
 
     def __init__(self) -> None:
         self.sessions = 0
@@ -27,8 +27,11 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
         self.die_at: int | None = None
         self.delay = 0.0
         self.weights_hash = "a" * 64
+        self.away = False
 
     async def GetModel(self, request: Any, context: Any) -> target_pb2.TargetServiceGetModelResponse:
+        if self.away:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "away")
         model = common_pb2.Model(
             name="scripted",
             weights_hash=self.weights_hash,
@@ -89,6 +92,7 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         self.silent = asyncio.Event()
         self.silent.set()
         self.refuse: grpc.StatusCode | None = None
+        self.refusal = "scripted refusal"
         self.prepare = True
         self.commits: list[draft_pb2.Commit] = []
         self.model = common_pb2.Model(name="scripted-draft", vocabulary_hash="v", vocabulary_size=100)
@@ -112,7 +116,7 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
         try:
             async for message in requests:
                 if self.refuse is not None:
-                    await context.abort(self.refuse, "scripted refusal")
+                    await context.abort(self.refuse, self.refusal)
                 await self.silent.wait()
                 if message.HasField("commit"):
                     self.commits.append(message.commit)

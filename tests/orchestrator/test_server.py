@@ -16,7 +16,7 @@ from foredraft.config import OrchestratorSettings
 from foredraft.serving.channel import channel
 from foredraft.serving.server import StartError
 from foredraft.v1 import target_pb2, target_pb2_grpc
-from orchestrator import backends
+from orchestrator import replicas
 from orchestrator.client import AsyncClient
 from orchestrator.server import SERVICE, main
 from tests.orchestrator.edge import TOKENIZER_FILES, soon
@@ -46,7 +46,7 @@ async def start_target(address: str, target: Target) -> grpc.aio.Server:
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OrchestratorSettings:
-    monkeypatch.setattr(backends, "RETRY_INTERVAL", 0.02)
+    monkeypatch.setattr(replicas, "RETRY_INTERVAL", 0.02)
     return OrchestratorSettings(listen=f"unix:{tmp_path}/edge", target=f"unix:{tmp_path}/target", draft=None, grace_s=5)
 
 
@@ -64,7 +64,7 @@ async def test_it_is_ready_once_the_target_answers_and_drains_on_sigterm(setting
     serving = asyncio.create_task(main(settings))
     await soon(health(settings, NOT_READY))
     target = Target()
-    target_server = await start_target(settings.target, target)
+    target_server = await start_target(settings.target[0], target)
     try:
         await soon(health(settings, READY))
         async with AsyncClient(settings.listen) as client:
@@ -86,7 +86,7 @@ async def test_it_is_ready_once_the_target_answers_and_drains_on_sigterm(setting
 async def test_a_tokenizer_that_cannot_be_used_is_said_so(settings: OrchestratorSettings) -> None:
     target = Target()
     target.files = {"tokenizer.model": b"sentencepiece"}
-    target_server = await start_target(settings.target, target)
+    target_server = await start_target(settings.target[0], target)
     with pytest.raises(StartError, match=r"no tokenizer.json, only tokenizer.model"):
         await asyncio.wait_for(main(settings), 10)
     target.files = {"tokenizer.json": b"{}"}

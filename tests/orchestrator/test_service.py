@@ -177,7 +177,7 @@ async def test_speculation_is_resolved_against_the_servers_defaults(
 async def test_speculation_that_the_server_cannot_give_is_refused(edge: Edge, stub: Stub) -> None:
     too_many = Request(text="Once", speculation={"draft_tokens": 5})
     assert [v.field for v in await violations(stub.Generate(too_many))] == ["speculation.draft_tokens"]
-    edge.backends.draft = Draft(None, None, [common_pb2.DRAFTER_NGRAM])  # type: ignore[arg-type]
+    edge.backends.draft = Draft(None, [common_pb2.DRAFTER_NGRAM])
     other = Request(text="Once", speculation={"drafter": common_pb2.DRAFTER_MODEL})
     assert "ngram" in (await violations(stub.Generate(other)))[0].description
 
@@ -283,7 +283,7 @@ async def test_get_model_tells_models_defaults_and_why_there_is_no_speculation(e
     assert response.degraded_reason == "there is no draft"
     assert (response.default_mode, response.max_draft_tokens) == (generation_pb2.MODE_OVERLAPPED, 4)
     draft = common_pb2.Model(name="small")
-    edge.backends.draft = Draft(None, draft, [common_pb2.DRAFTER_MODEL])  # type: ignore[arg-type]
+    edge.backends.draft = Draft(draft, [common_pb2.DRAFTER_MODEL])
     response = await stub.GetModel(generation_pb2.GenerationServiceGetModelRequest())
     assert (response.draft, list(response.drafters)) == (draft, [common_pb2.DRAFTER_MODEL])
 
