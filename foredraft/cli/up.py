@@ -29,6 +29,7 @@ from foredraft.config import (
 )
 
 Pin = Annotated[bool, typer.Option("--pin", help="Keep the target and the other two on CPU cores of their own.")]
+METRICS = ("metrics_listen", "target_metrics_listen", "draft_metrics_listen")
 COLOURS = {"target": "blue", "draft": "green", "orchestrator": "magenta"}
 
 
@@ -39,9 +40,10 @@ class Stack:
             client = AsyncClient(stack.address)
 
     `options` are those of all three services by name, as `foredraft.config.collect` returns them. Target and draft
-    listen on Unix sockets unless told otherwise; a `listen` with port 0 becomes a free port. With `pin`, the target
-    runs on the first of the CPU cores, as many as it has threads, and the other two on the rest. Raises ConfigError at
-    once, and ChildError on entry if a service ends instead of serving. `threads` are the target's CPU threads.
+    listen on Unix sockets unless told otherwise. Port 0 of `listen` and of metrics becomes a free port. With `pin`, the
+    target runs on the first of the CPU cores, as many as it has threads, and the other two on the rest. Raises
+    ConfigError at once, and ChildError on entry if a service ends instead of serving. `threads` are the target's CPU
+    threads, and `metrics` where metrics are served, by option.
     """
 
     def __init__(
@@ -62,8 +64,11 @@ class Stack:
         self._directory = tempfile.TemporaryDirectory(prefix="foredraft-")
         self._target_address = str(options.get("target_listen") or f"unix:{self._directory.name}/target.sock")
         self._draft_address = str(options.get("draft_listen") or f"unix:{self._directory.name}/draft.sock")
+        wanted = METRICS if self._with_draft else METRICS[:2]
+        self.metrics = {name: with_port(options[name]) for name in wanted if options.get(name) is not None}
         self._options = {
             **options,
+            **self.metrics,
             "threads": self.threads,
             "draft_threads": draft_threads,
             "listen": self.address,
@@ -184,7 +189,8 @@ def up(
 ) -> None:
     """Start target, draft and orchestrator on this machine. Without a draft model, the text's n-grams draft."""
     display = Display(Console(stderr=True))
-    stack = Stack(collect(flags, config), pin=pin, on_line=display.on_line, on_state=display.on_state)
+    options = {**dict.fromkeys(METRICS, "127.0.0.1:0"), **collect(flags, config)}
+    stack = Stack(options, pin=pin, on_line=display.on_line, on_state=display.on_state)
     raise typer.Exit(asyncio.run(run(stack, display)))
 
 
@@ -219,4 +225,7 @@ async def live(stack: Stack, display: Display) -> None:
         async with stack:
             display.progress.stop()
             print(f"foredraft serves on {stack.address}; try: foredraft chat --address {stack.address}", flush=True)
+            if stack.metrics:
+                flags = (f"--{n.removesuffix('_listen').replace('_', '-')} {at}" for n, at in stack.metrics.items())
+                print(f"to watch it: foredraft top {' '.join(flags)}", flush=True)
             await stack.supervisor.wait()
