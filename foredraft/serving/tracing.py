@@ -42,8 +42,8 @@ class Tracing:
         self._provider = TracerProvider(resource=Resource.create({"service.name": f"foredraft-{service}"}))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self.tracer = self._provider.get_tracer("foredraft")
-        # The services ask one another for their models again and again.
-        wanted = filters.negate(filters.method_name("GetModel"))
+        # What the services ask one another on connecting is no request.
+        wanted = filters.negate(filters.any_of(filters.method_prefix("Get"), filters.method_prefix("List")))
         self.interceptor: grpc.aio.ServerInterceptor = aio_server_interceptor(  # type: ignore[no-untyped-call]
             self._provider, wanted
         )
