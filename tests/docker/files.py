@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from foredraft.config import ENV_PREFIX, DraftSettings, OrchestratorSettings, Settings, TargetSettings, load
+from foredraft.config import DraftSettings, OrchestratorSettings, Settings, TargetSettings, load
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -25,8 +25,30 @@ SETTINGS: dict[str, type[Settings]] = {
     "draft": DraftSettings,
     "orchestrator": OrchestratorSettings,
 }
-# Options that the manifests use and the services do not have yet. To be empty.
-PENDING = frozenset({"metrics_listen", "target_metrics_listen", "draft_metrics_listen"})
+# What the dashboard shows and the autoscalers follow.
+METRICS = frozenset(
+    f"foredraft_{name}"
+    for name in (
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "queue_depth",
+        "batch_rows",
+        "batch_tokens",
+        "slots_used",
+        "slots",
+        "hits_total",
+        "misses_total",
+        "failovers_total",
+        "idle_seconds_total",
+        "requests_in_flight",
+        "requests_total",
+        "generated_tokens_total",
+    )
+)
 
 
 def instructions() -> Iterator[tuple[str, list[str]]]:
@@ -50,8 +72,7 @@ def image_environment() -> dict[str, str]:
 
 def effective(service: str, environment: Mapping[str, str]) -> Settings:
     """The settings that a service takes from `environment`; raises ConfigError for what it would refuse."""
-    known = {k: v for k, v in environment.items() if k.removeprefix(ENV_PREFIX).lower() not in PENDING}
-    with mock.patch.dict(os.environ, known, clear=True):
+    with mock.patch.dict(os.environ, environment, clear=True):
         return load(SETTINGS[service], {})
 
 

@@ -14,15 +14,15 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from foredraft.config import ENV_PREFIX
 from orchestrator.client import Client
-from tests.docker.files import DOCKER, PENDING, ROOT, copied, image_environment, instructions
+from tests.docker.files import DOCKER, METRICS, ROOT, copied, image_environment, instructions
 from tests.tiny import save_model
 
 HEALTHCHECK = DOCKER / "healthcheck.py"
@@ -116,8 +116,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def contained(mounted: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
     """`foredraft` with these arguments as process 1, under the image's variables, with `mounted` at /mnt."""
-    image = {k: v for k, v in image_environment().items() if k.removeprefix(ENV_PREFIX).lower() not in PENDING}
-    environment = {**image, "PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**image_environment(), "PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     foredraft = [sys.executable, "-m", "foredraft.cli", *command]
     process = subprocess.Popen(
         [*UNSHARE, "sh", "-euc", CONTAINER, str(mounted), "env", f"PYTHONPATH={ROOT}", *foredraft],
@@ -141,6 +140,11 @@ def wait_until_healthy(process: subprocess.Popen[str], address: str) -> None:
             time.sleep(0.2)
 
 
+def metric_names(address: str) -> set[str]:
+    with urllib.request.urlopen(f"http://{address}/metrics") as response:
+        return set(re.findall(r"(?m)^# TYPE (\S+)", response.read().decode()))
+
+
 def first_process(process: subprocess.Popen[str]) -> int:
     """Process 1 of the namespace, as it is numbered outside."""
     [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -159,20 +163,22 @@ def test_the_services_run_without_rights_on_a_read_only_root_and_drain_as_proces
     if subprocess.run([*UNSHARE, "unshare", "--user", "true"], capture_output=True).returncode != 0:
         pytest.skip("needs the right to make namespaces")
     save_model(tmp_path / "model")
-    target, draft, public, *health = (f"127.0.0.1:{free_port()}" for _ in range(6))
-    commands = (
-        ("target-server", "--model=/mnt/model", f"--target-listen={target}", f"--target-health-listen={health[0]}"),
-        ("draft-server", "--draft-model=/mnt/model", f"--draft-listen={draft}", f"--draft-health-listen={health[1]}"),
-    )
-    with contained(tmp_path, *commands[0]) as first, contained(tmp_path, *commands[1]) as second:
-        wait_until_healthy(first, health[0])
-        wait_until_healthy(second, health[1])
-        addresses = {"listen": public, "health-listen": health[2], "target": target, "draft": draft}
-        arguments = ("orchestrator", *(f"--{option}={address}" for option, address in addresses.items()))
-        with contained(tmp_path, *arguments) as third:
-            wait_until_healthy(third, health[2])
-            with Client(public) as client:
+    places = [
+        {kind: f"127.0.0.1:{free_port()}" for kind in ("listen", "health-listen", "metrics-listen")} for _ in range(3)
+    ]
+    target, draft, public = places
+    first_command = ("target-server", "--model=/mnt/model", *(f"--target-{k}={v}" for k, v in target.items()))
+    second_command = ("draft-server", "--draft-model=/mnt/model", *(f"--draft-{k}={v}" for k, v in draft.items()))
+    third_command = ("orchestrator", *(f"--{k}={v}" for k, v in public.items()))
+    backends = (f"--target={target['listen']}", f"--draft={draft['listen']}")
+    with contained(tmp_path, *first_command) as first, contained(tmp_path, *second_command) as second:
+        wait_until_healthy(first, target["health-listen"])
+        wait_until_healthy(second, draft["health-listen"])
+        with contained(tmp_path, *third_command, *backends) as third:
+            wait_until_healthy(third, public["health-listen"])
+            with Client(public["listen"]) as client:
                 assert client.generate("a", max_new_tokens=8).completions[0].completion_token_count == 8
+            assert set().union(*(metric_names(place["metrics-listen"]) for place in places)) >= METRICS
             status = Path(f"/proc/{first_process(third)}/status").read_text()
             assert re.search(r"NSpid:.*\t1$", status, re.MULTILINE)
             assert re.search(r"CapEff:\t0+$", status, re.MULTILINE)

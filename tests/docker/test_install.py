@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif("INSTALL_TEST" not in os.environ, reason="slow: 
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("extra", ["", "[models]"], ids=["orchestrator", "models"])
+@pytest.mark.parametrize("extra", ["[tracing]", "[models,tracing]"], ids=["orchestrator", "models"])
 def test_the_locked_install_works_in_a_fresh_environment(tmp_path: Path, extra: str) -> None:
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python, command = (tmp_path / "venv" / "bin" / name for name in ("python", "foredraft"))
@@ -29,6 +29,6 @@ def test_the_locked_install_works_in_a_fresh_environment(tmp_path: Path, extra: 
     assert {line.split("+")[0].lower() for line in installed.stdout.splitlines()} <= pinned
     help_text = subprocess.run([command, "--help"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert all(name in help_text for name in ("target-server", "draft-server", "orchestrator"))
-    services = ["orchestrator.server", *(["target_service.server", "draft_service.server"] if extra else [])]
+    services = ["orchestrator.server", *(["target_service.server", "draft_service.server"] if "models" in extra else [])]
     for module in services:
         subprocess.run([python, "-c", f"import {module}"], cwd=tmp_path, check=True)
