@@ -36,6 +36,8 @@ def serve(module: str, settings: Settings, stop_with_parent: bool) -> None:
     """Run `main(settings)` of a service's module and exit with its code."""
     if stop_with_parent:
         threading.Thread(target=terminate_at_end_of_input, daemon=True).start()
+    # The imports take seconds, and a process 1 ignores signals that it has no handler for.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     from foredraft.serving.logs import configure_logging
     from foredraft.serving.server import run
 
