@@ -42,7 +42,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
-        """Logits [at least the number of wanted rows, V], float32, or float64 if the model is, in the batch's order."""
+        """Logits [at least the wanted rows, V], float32, or float64 if the model is, in the batch's order."""
         if self.static_passes is not None:
             logits = self.static_passes.run(batch)
             if logits is not None:

@@ -21,7 +21,7 @@ from foredraft.engine.compatibility import layer_windows
 from foredraft.engine.slots import SlotCache
 
 # Sizes that a pass is rounded up to: tokens in all, most tokens of one slot, and text rows that are visible.
-TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 QUERIES = (1, 8, 16)
 LEAST_LENGTH = 256
 # Graphs that are kept; their memory is shared, so each takes only the size of its launches.
@@ -62,8 +62,9 @@ def shape_of(batch: Batch, longest: int) -> Shape | None:
 class StaticPlan:
     """Attention of a pass of fixed shape.
 
-    For each token: `places` [T] int64 is its query among slots * queries, one more for padding; `limits` [T] int64 how
-    many text rows it sees, `visible` [T, tree_size] bool which tree rows, and `positions` [T] int64 are as in the text.
+    For each token: `places` [T] int64 is its query among slots * queries, one more for padding, and `reads` [T] the
+    query whose result it takes; `limits` [T] int64 how many text rows it sees, `visible` [T, tree_size] bool which tree
+    rows, and `positions` [T] int64 are as in the text.
     """
 
     shape: Shape
@@ -72,6 +73,7 @@ class StaticPlan:
     columns: Tensor
     positions: Tensor
     places: Tensor
+    reads: Tensor
     limits: Tensor
     visible: Tensor
     windows: list[int | None] = field(default_factory=list)
@@ -96,8 +98,7 @@ class StaticPlan:
         )
         size = attended.shape[-1]
         attended = attended.view(slots, key_heads, groups, queries, size).permute(0, 3, 1, 2, 4)
-        read = self.places.clamp(max=slots * queries - 1)
-        return attended.reshape(slots * queries, heads, size).index_select(0, read)[None]
+        return attended.reshape(slots * queries, heads, size).index_select(0, self.reads)[None]
 
     def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [slots, 1, groups * queries, rows], computed by the first layer that asks."""
@@ -137,7 +138,6 @@ class StaticPass:
         self.copied = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
         self.columns = columns
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits = torch.empty(0)
 
     def fill(self, batch: Batch) -> None:
         """Brings a batch onto the device; waits for nothing but the copy before, which is over by then."""
@@ -168,7 +168,17 @@ class StaticPass:
     def plan(self) -> StaticPlan:
         """A plan on these inputs, without masks yet."""
         _, positions, _, _, places, limits = self.integers
-        return StaticPlan(self.shape, self.slots, self.tree_size, self.columns, positions, places, limits, self.visible)
+        return StaticPlan(
+            shape=self.shape,
+            slots=self.slots,
+            tree_size=self.tree_size,
+            columns=self.columns,
+            positions=positions,
+            places=places,
+            reads=places.clamp(max=self.slots * self.shape.queries - 1),
+            limits=limits,
+            visible=self.visible,
+        )
 
     def _places(self, batch: Batch) -> tuple[list[int], list[int]]:
         used: Counter[int] = Counter()
@@ -209,10 +219,12 @@ class StaticPasses:
         # An ancestor is at most tree_size back, so that no wider window hides it.
         self._trees_fit = all(window is None or window >= tree_size for window in layer_windows(model))
         self._passes: OrderedDict[Shape, StaticPass] = OrderedDict()
+        # Where all graphs leave their logits, so that they can share the rest of their memory.
+        self._logits = torch.empty(0)
         self._pool = torch.cuda.graph_pool_handle() if columns.device.type == "cuda" else None
 
     def run(self, batch: Batch) -> Tensor | None:
-        """Logits [shape.tokens, V] in the model's type, overwritten by the next run; None if no shape holds the batch.
+        """Logits [wanted rows, V] in the model's type, overwritten by the next run; None if no shape holds the batch.
 
         On CUDA a shape that is new is captured first, which takes about as long as ten passes.
         """
@@ -226,11 +238,11 @@ class StaticPasses:
         one.fill(batch)
         self.runs += 1
         if self._pool is None:
-            return self._compute(one)
+            return self._compute(one)[: len(batch.keep)]
         if one.graph is None:
             one.graph = self._capture(one)
         one.graph.replay()
-        return one.logits
+        return self._logits[: len(batch.keep)]
 
     def _compute(self, one: StaticPass) -> Tensor:
         token_ids, positions, destinations, keep, _, _ = one.integers
@@ -242,12 +254,14 @@ class StaticPasses:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self._compute(one)
+                logits = self._compute(one)
         torch.cuda.current_stream().wait_stream(side)
+        if not len(self._logits):
+            self._logits = logits.new_empty(TOKENS[-1], logits.shape[1])
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            one.logits = self._compute(one)
+            self._logits[: one.shape.tokens].copy_(self._compute(one))
         return graph
 
 
