@@ -63,6 +63,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, message)
                 if answering in done:
                     yield answering.result()
+                    # Branches are often done together, and the last may be the one that is needed.
+                    while not stream.answers.empty():
+                        yield stream.answers.get_nowait()
                     answering = asyncio.create_task(stream.answers.get())
                 if reading in done:
                     request = reading.result()
