@@ -170,8 +170,8 @@ def speculation(endpoint: Endpoint) -> RenderableType:
     wasted = None if prepared is None or used is None else max(0.0, prepared - used)
     plain, rounds = endpoint.gain("foredraft_rounds_total", kind="plain"), endpoint.gain("foredraft_rounds_total")
     rows = [
-        ("accepted", percent(ratio(accepted, endpoint.gain(f"{prefix}draft_tokens_total")))),
-        ("accepted a draft", number(ratio(accepted, drafts), " tokens", 2)),
+        ("acceptance", percent(ratio(accepted, endpoint.gain(f"{prefix}draft_tokens_total")))),
+        ("accepted / round", number(ratio(accepted, drafts), " tokens", 2)),
         ("plain rounds", percent(ratio(plain, rounds))),
         ("hits, all accepted", percent(hit_rate(endpoint, "all_accepted"))),
         ("hits, refused", percent(hit_rate(endpoint, "refused"))),
