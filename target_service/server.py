@@ -18,6 +18,7 @@ from foredraft.engine.parallel import Leader
 from foredraft.serving.model_thread import ModelThread
 from foredraft.serving.server import Server, StartError
 from foredraft.v1 import common_pb2, target_pb2, target_pb2_grpc
+from target_service.metrics import TargetMetrics
 from target_service.places import Places
 from target_service.ranks import RankLostError, Ranks, leave, start_ranks
 from target_service.scheduler import Scheduler
@@ -34,7 +35,7 @@ QUEUE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The parts of a running target service; a metrics layer reads `scheduler` and `places`."""
+    """The parts of a running target service; `server.metrics` knows of `scheduler` and `places`."""
 
     identity: common_pb2.Model
     scheduler: Scheduler
@@ -53,6 +54,15 @@ class Target:
         if self.ranks is not None and self.leader is not None:
             await asyncio.to_thread(self.leader.dismiss)
             await self.ranks.stop()
+        counters = self.scheduler.counters
+        logger.info(
+            "%d passes over %d tokens for %d rounds; the model computed %.3f s of the %.3f s that they took in all",
+            counters.forwards,
+            counters.tokens,
+            counters.verdicts,
+            counters.compute_s,
+            counters.span_s,
+        )
 
 
 async def main(settings: TargetSettings) -> int:
@@ -125,6 +135,7 @@ async def start_target(settings: TargetSettings, server: Server, *, queue_timeou
         idle_timeout_s=settings.idle_timeout_s,
     )
     server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer)
+    server.metrics.register(TargetMetrics(scheduler, places, thread))
     thread.start()
     if ranks is not None:
         ranks.guard(fail, thread.wake)
