@@ -52,5 +52,5 @@ def end_with_leader() -> None:
 
 if __name__ == "__main__":
     settings = TargetSettings.model_validate_json(sys.argv[1])
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     sys.exit(main(settings))

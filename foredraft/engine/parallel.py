@@ -20,8 +20,8 @@ from foredraft.engine.runner import Runner
 
 Group = distributed.ProcessGroup
 
-# A message that fits here, header included, is one broadcast; a decode step does.
-MESSAGE_BYTES = 16384
+# A message that fits here, header included, is one broadcast; a decode step of 16 sessions does.
+MESSAGE_BYTES = 2048
 HEADER_BYTES = 8
 # How long followers wait for a message before they give the leader up, and how often it sends one when idle.
 SILENCE = timedelta(minutes=30)

@@ -54,7 +54,8 @@ class Split:
 
 @asynccontextmanager
 async def split(model: Path, log: Path, **options: Any) -> AsyncIterator[Split]:
-    server = start_target_server(log, model=model, tensor_parallel_size=2, max_model_len=CONTEXT, **options)
+    options = {"max_model_len": CONTEXT, "tensor_parallel_size": 2, **options}
+    server = start_target_server(log, model=model, **options)
     try:
         await asyncio.to_thread(server.wait_ready)
         yield Split(server)
@@ -102,13 +103,15 @@ async def test_two_ranks_say_what_one_says_and_drain_on_sigterm(tmp_path: Path) 
 
 async def test_when_a_follower_dies_calls_get_unavailable_and_the_server_ends(tmp_path: Path) -> None:
     model = tiny.save_model(tmp_path / "model", dtype="float64")
-    expected = greedy(tiny.model(dtype="float64"), PROMPT, 20)
+    # Too long for one message to the other rank.
+    prompt = PROMPT * 40
+    expected = greedy(tiny.model(dtype="float64"), prompt, 20)
     async with (
-        split(model, tmp_path / "log", dtype="float64") as target,
+        split(model, tmp_path / "log", dtype="float64", max_model_len=512) as target,
         target.client() as client,
         target.client() as other,
     ):
-        await other.open(PROMPT, max_new_tokens=20, ignore_eos=True)
+        await other.open(prompt, max_new_tokens=20, ignore_eos=True)
         await finish(other, expected)
         await client.open(PROMPT, max_new_tokens=100, ignore_eos=True)
         target.follower.kill()
