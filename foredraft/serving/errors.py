@@ -70,7 +70,11 @@ async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: RequestErr
     context.set_details(error.message)
     for detail in error.details:
         status.details.add().Pack(detail)
-    await context.abort_with_status(rpc_status.to_status(status))
+    try:
+        await context.abort_with_status(rpc_status.to_status(status))
+    except grpc.aio.AbortError as aborted:
+        # Traces keep exceptions with those that they come from, and these may quote a prompt.
+        raise aborted from None
 
 
 @dataclass(frozen=True, slots=True)
