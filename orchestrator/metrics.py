@@ -88,8 +88,8 @@ class Metrics:
             code = "INTERNAL"
             raise
         finally:
-            self._in_flight.dec()
             self._requests.labels(code).inc()
+            self._in_flight.dec()
 
     def sample(self, statistics: SpeculationStatistics, index: int, started: float) -> SampleMetrics:
         """What counts a sample of a request that came at `started` (time.perf_counter)."""
