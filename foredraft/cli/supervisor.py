@@ -36,12 +36,13 @@ class ChildError(RuntimeError):
 
 @dataclass
 class Child:
-    """One process. `address` is where it answers health checks; `cores` are the CPUs it may use, None for all."""
+    """One process. `health_address`, or else `address`, answers health checks; `cores` are its CPUs, None for all."""
 
     name: str
     command: Sequence[str]
     address: str
     cores: Collection[int] | None = None
+    health_address: str | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
 
@@ -124,7 +125,7 @@ class Supervisor:
             terminate(process)
 
     async def _healthy(self, child: Child) -> None:
-        async with grpc.aio.insecure_channel(child.address, RECONNECT_SOON) as channel:
+        async with grpc.aio.insecure_channel(child.health_address or child.address, RECONNECT_SOON) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):

@@ -30,6 +30,7 @@ from foredraft.config import (
 
 Pin = Annotated[bool, typer.Option("--pin", help="Keep the target and the other two on CPU cores of their own.")]
 METRICS = ("metrics_listen", "target_metrics_listen", "draft_metrics_listen")
+HEALTH = {"target": "target_health", "draft": "draft_health", "orchestrator": "health"}
 COLOURS = {"target": "blue", "draft": "green", "orchestrator": "magenta"}
 
 
@@ -66,9 +67,15 @@ class Stack:
         self._draft_address = str(options.get("draft_listen") or f"unix:{self._directory.name}/draft.sock")
         wanted = METRICS if self._with_draft else METRICS[:2]
         self.metrics = {name: with_port(options[name]) for name in wanted if options.get(name) is not None}
+        # Where the services tell this process their health, whatever their own addresses want from clients.
+        self._health = {
+            name: with_port(str(options.get(f"{name}_listen") or f"unix:{self._directory.name}/{name}.sock"))
+            for name in HEALTH.values()
+        }
         self._options = {
             **options,
             **self.metrics,
+            **{f"{name}_listen": address for name, address in self._health.items()},
             "threads": self.threads,
             "draft_threads": draft_threads,
             "listen": self.address,
@@ -112,7 +119,7 @@ class Stack:
         config = Path(self._directory.name) / "options.yaml"
         config.write_text(json.dumps(self._options))
         arguments = ["-m", "foredraft.cli", command, "--config", str(config), "--stop-with-parent"]
-        return Child(name, [sys.executable, *arguments], address, cores)
+        return Child(name, [sys.executable, *arguments], address, cores, self._health[HEALTH[name]])
 
 
 def available_cores() -> list[int]:
