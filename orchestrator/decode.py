@@ -144,16 +144,21 @@ class Decoder:
                     announced = self._announce(sample, draft, round_id, proposal)
                     timed = await verdict_task
                     emission = sample.receive(timed, proposal)
-                    await emissions.put(emission)
-                    if emission.finish_reason:
-                        return True
-                    if replica.draining and targets.usable:
-                        return False
-                    proposal, draft = await self._next_proposal(sample, draft, timed.verdict, proposal, announced)
-                    round_id += 1
+                    if emission.finish_reason or (replica.draining and targets.usable):
+                        await emissions.put(emission)
+                        return bool(emission.finish_reason)
+                    draft, ready = await self._ready(sample, draft, timed.verdict, proposal, announced)
+                    missed = ready is None
+                    if missed and draft is not None:
+                        await emissions.put(emission)
+                        ready = await self._after_miss(sample, draft)
+                    proposal, round_id = ready or NOTHING, round_id + 1
                     verdict_task = asyncio.create_task(
                         target.verify(round_id, len(sample.text), proposal.token_ids, proposal.q)
                     )
+                    # Only now if the target could go on at once: readers must not hold it up.
+                    if not missed:
+                        await emissions.put(emission)
             finally:
                 verdict_task.cancel()
                 target.close()
@@ -174,17 +179,17 @@ class Decoder:
         draft.verifying(round_id, sample.text, proposal.token_ids, k)
         return True
 
-    async def _next_proposal(
+    async def _ready(
         self,
         sample: SampleState,
         draft: DraftSession | None,
         verdict: target_pb2.Verdict,
         proposal: Proposal,
         announced: bool,
-    ) -> tuple[Proposal, DraftSession | None]:
-        """The prepared answer to the verdict on `proposal`, else a fresh one, else nothing: a plain round.
+    ) -> tuple[DraftSession | None, Proposal | None]:
+        """The draft session to go on with, and what to verify at once after the verdict on `proposal`.
 
-        With it comes the draft session to go on with.
+        That is the prepared answer, nothing for a plain round, or None: there is to be a draft, but none is prepared.
         """
         prepared = None
         if announced and draft is not None:
@@ -194,11 +199,11 @@ class Decoder:
         k = sample.length.choose(sample.wanted)
         if opened is None or opened is not draft or not draft.usable or k == 0:
             # A new session reads the text while plain rounds go on.
-            return NOTHING, opened
-        if prepared is not None:
-            sample.statistics.used_tokens += min(k, len(prepared.token_ids))
-            return prepared.first(k), draft
-        return await self._after_miss(sample, draft), draft
+            return opened, NOTHING
+        if prepared is None:
+            return draft, None
+        sample.statistics.used_tokens += min(k, len(prepared.token_ids))
+        return draft, prepared.first(k)
 
     async def _after_miss(self, sample: SampleState, draft: DraftSession) -> Proposal:
         k = sample.length.after_miss(sample.wanted)
