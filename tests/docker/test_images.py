@@ -16,20 +16,25 @@ import sys
 import time
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from foredraft.config import ENV_PREFIX
+from foredraft.serving.auth import token_hash
 from orchestrator.client import Client
-from tests.docker.files import DOCKER, METRICS, ROOT, copied, image_environment, instructions
+from tests.docker.files import DOCKER, KUBERNETES, METRICS, ROOT, SETTINGS, container_environment, copied, instructions
 from tests.tiny import save_model
 
+LISTENS = ("LISTEN", "HEALTH_LISTEN", "METRICS_LISTEN")
 HEALTHCHECK = DOCKER / "healthcheck.py"
-# Gives process 1 of new namespaces a read-only root, an empty /tmp, the directory $0 at /mnt, and, when it becomes
-# the command, another user's number and no capabilities.
+# Gives process 1 of new namespaces a read-only root, an empty /tmp, the directory $0 at /mnt, the names of Services on
+# loopback, and, when it becomes the command, another user's number and no capabilities.
 CONTAINER = """
 mount --bind "$0" /mnt && mount -o remount,bind,ro /mnt
+mount --bind "$0/hosts" /etc/hosts
 mount -t tmpfs tmpfs /tmp
 mount -o remount,bind,ro /
 cd /tmp
@@ -114,16 +119,13 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def contained(mounted: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
-    """`foredraft` with these arguments as process 1, under the image's variables, with `mounted` at /mnt."""
-    environment = {**image_environment(), "PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    foredraft = [sys.executable, "-m", "foredraft.cli", *command]
+def contained(mounted: Path, command: str, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """`foredraft command` as process 1, with `mounted` at /mnt; its output goes to a file there."""
     process = subprocess.Popen(
-        [*UNSHARE, "sh", "-euc", CONTAINER, str(mounted), "env", f"PYTHONPATH={ROOT}", *foredraft],
-        env=environment,
-        stdout=subprocess.PIPE,
+        [*UNSHARE, "sh", "-euc", CONTAINER, str(mounted), sys.executable, "-m", "foredraft.cli", command],
+        env={**environment, "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=(mounted / f"{command}.log").open("w"),
         stderr=subprocess.STDOUT,
-        text=True,
     )
     try:
         yield process
@@ -132,11 +134,32 @@ def contained(mounted: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def wait_until_healthy(process: subprocess.Popen[str], address: str) -> None:
+def environments() -> dict[str, dict[str, str]]:
+    """What the overlay gpu gives each service, for one machine without GPU that has volumes and secrets under /mnt."""
+    public = {f":{number}": f":{free_port()}" for number in (50051, 50052, 50053)}
+    result = {}
+    for name in SETTINGS:
+        replaced = {
+            **public,
+            ":50060": f":{free_port()}",
+            ":9464": f":{free_port()}",
+            "/models/": "/mnt/models/",
+            "/etc/foredraft/tls": f"/mnt/{name}",
+            "/etc/foredraft/client-tls": "/mnt/orchestrator-client",
+            "/etc/foredraft/auth": "/mnt",
+            "cuda": "cpu",
+        }
+        result[name] = container_environment("gpu", name)
+        for old, new in replaced.items():
+            result[name] = {variable: value.replace(old, new) for variable, value in result[name].items()}
+    return result
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], address: str) -> None:
     check = runpy.run_path(str(HEALTHCHECK))["main"]
     with contextlib.redirect_stderr(None), contextlib.redirect_stdout(None):
         while check(address) != 0:
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() is None
             time.sleep(0.2)
 
 
@@ -145,46 +168,47 @@ def metric_names(address: str) -> set[str]:
         return set(re.findall(r"(?m)^# TYPE (\S+)", response.read().decode()))
 
 
-def first_process(process: subprocess.Popen[str]) -> int:
+def first_process(process: subprocess.Popen[Any]) -> int:
     """Process 1 of the namespace, as it is numbered outside."""
     [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(child)
 
 
-def terminate(process: subprocess.Popen[str]) -> str:
-    """Send SIGTERM to process 1 of the namespace; returns the output."""
-    os.kill(first_process(process), signal.SIGTERM)
-    output = process.communicate()[0]
-    assert process.returncode == 0, output
-    return output
-
-
-def test_the_services_run_without_rights_on_a_read_only_root_and_drain_as_process_1(tmp_path: Path) -> None:
+def test_the_services_run_as_in_the_overlay_gpu_without_rights_on_a_read_only_root_and_drain_as_process_1(
+    tmp_path: Path,
+) -> None:
     if subprocess.run([*UNSHARE, "unshare", "--user", "true"], capture_output=True).returncode != 0:
         pytest.skip("needs the right to make namespaces")
-    save_model(tmp_path / "model")
-    places = [
-        {kind: f"127.0.0.1:{free_port()}" for kind in ("listen", "health-listen", "metrics-listen")} for _ in range(3)
-    ]
-    target, draft, public = places
-    first_command = ("target-server", "--model=/mnt/model", *(f"--target-{k}={v}" for k, v in target.items()))
-    second_command = ("draft-server", "--draft-model=/mnt/model", *(f"--draft-{k}={v}" for k, v in draft.items()))
-    third_command = ("orchestrator", *(f"--{k}={v}" for k, v in public.items()))
-    backends = (f"--target={target['listen']}", f"--draft={draft['listen']}")
-    with contained(tmp_path, *first_command) as first, contained(tmp_path, *second_command) as second:
-        wait_until_healthy(first, target["health-listen"])
-        wait_until_healthy(second, draft["health-listen"])
-        with contained(tmp_path, *third_command, *backends) as third:
-            wait_until_healthy(third, public["health-listen"])
-            with Client(public["listen"]) as client:
-                assert client.generate("a", max_new_tokens=8).completions[0].completion_token_count == 8
-            assert set().union(*(metric_names(place["metrics-listen"]) for place in places)) >= METRICS
-            status = Path(f"/proc/{first_process(third)}/status").read_text()
-            assert re.search(r"NSpid:.*\t1$", status, re.MULTILINE)
-            assert re.search(r"CapEff:\t0+$", status, re.MULTILINE)
-            assert "stopped" in terminate(third)
-        assert "stopped" in terminate(second)
-        assert "stopped" in terminate(first)
+    given = environments()
+    addresses = {
+        name: {kind: "localhost:" + environment[ENV_PREFIX + prefix + kind].rpartition(":")[2] for kind in LISTENS}
+        for name, environment in given.items()
+        for prefix in ["" if name == "orchestrator" else f"{name.upper()}_"]
+    }
+    save_model(tmp_path / given["target"]["FOREDRAFT_MODEL"].removeprefix("/mnt/"))
+    save_model(tmp_path / given["draft"]["FOREDRAFT_DRAFT_MODEL"].removeprefix("/mnt/"), noise=0.05)
+    subprocess.run([KUBERNETES / "make-certificates.sh", tmp_path], check=True, capture_output=True)
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost target draft\n")
+    (tmp_path / "tokens").write_text(token_hash("secret").hex() + "\n")
+    with contextlib.ExitStack() as stack:
+        commands = {"target": "target-server", "draft": "draft-server", "orchestrator": "orchestrator"}
+        processes = {n: stack.enter_context(contained(tmp_path, commands[n], given[n])) for n in commands}
+        for name, process in processes.items():
+            wait_until_healthy(process, addresses[name]["HEALTH_LISTEN"])
+        with Client(addresses["orchestrator"]["LISTEN"], tls_ca=str(tmp_path / "ca.crt"), token="secret") as client:
+            [completion] = client.generate("a", max_new_tokens=8, ignore_eos=True).completions
+            assert completion.completion_token_count == 8
+            assert completion.statistics is not None
+            assert completion.statistics.drafted > 0
+        shown = [metric_names(addresses[name]["METRICS_LISTEN"]) for name in commands]
+        assert set().union(*shown) >= METRICS
+        status = Path(f"/proc/{first_process(processes['orchestrator'])}/status").read_text()
+        assert re.search(r"NSpid:.*\t1$", status, re.MULTILINE)
+        assert re.search(r"CapEff:\t0+$", status, re.MULTILINE)
+        for name in reversed(commands):
+            os.kill(first_process(processes[name]), signal.SIGTERM)
+            assert processes[name].wait() == 0
+            assert "stopped" in (tmp_path / f"{commands[name]}.log").read_text()
 
 
 def test_process_1_ends_on_sigterm_while_it_still_imports(tmp_path: Path) -> None:
