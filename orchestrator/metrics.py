@@ -58,9 +58,13 @@ class Metrics:
                 "Draft tokens that were accepted, by position in their round.",
                 "position",
             ),
-            "rounds": counter("rounds", "Verdicts, those on openings left out.", "kind"),
-            "hits": counter("hits", "Verdicts whose continuation had been prepared, by verdict.", "kind"),
-            "misses": counter("misses", "Verdicts whose continuation had not been prepared, by verdict.", "kind"),
+            "rounds": counter("rounds", "Verdicts, those on openings left out; kind: plain or drafted.", "kind"),
+            "hits": counter(
+                "hits", "Verdicts whose continuation had been prepared; kind: all_accepted or refused.", "kind"
+            ),
+            "misses": counter(
+                "misses", "Verdicts whose continuation had not been prepared; kind: all_accepted or refused.", "kind"
+            ),
             "late_hits": counter("late_hits", "Misses whose continuation had been begun."),
             "prepared": counter("prepared_tokens", "Draft tokens that were prepared for verdicts."),
             "used": counter("used_tokens", "Prepared tokens that were sent to the target."),

@@ -1,8 +1,10 @@
 """The port that metrics are served on."""
 
+import runpy
 import socket
 import threading
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
@@ -10,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter
 from foredraft.serving.metrics import MetricsServer
 from foredraft.serving.model_thread import ModelThread
 from foredraft.serving.server import Server, StartError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def scrape(address: str) -> str:
@@ -68,3 +72,9 @@ def test_a_model_thread_is_idle_while_it_waits_and_not_while_it_works() -> None:
     finally:
         go_on.set()
         thread.stop()
+
+
+def test_the_readme_has_the_current_table_of_metrics() -> None:
+    table = runpy.run_path(str(ROOT / "tools" / "metrics_table.py"))["table"]()
+    readme = (ROOT / "README.md").read_text()
+    assert readme.partition("<!-- metrics -->\n")[2].partition("\n<!-- /metrics -->")[0] == table
