@@ -95,10 +95,8 @@ async def test_on_sigterm_running_sessions_finish_and_the_exit_code_is_zero(mode
         await client.open(PROMPT, max_new_tokens=5, ignore_eos=True)
         os.kill(os.getpid(), signal.SIGTERM)
         while True:
-            late = Client(stub)
-            await late.send(open_message(PROMPT))
-            # A session from before the signal was seen.
-            if (code := await outcome(late)) is not None:
+            # None: a session from before the signal was seen.
+            if (code := await outcome(Client(stub))) is not None:
                 break
         assert code == grpc.StatusCode.UNAVAILABLE
         while not client.finish_reason:
@@ -134,8 +132,9 @@ async def ready(connection: grpc.aio.Channel) -> None:
 
 
 async def outcome(client: Client) -> grpc.StatusCode | None:
-    """The status of a stream that has been refused; None for one that works, which is closed."""
+    """The status of a stream that is refused, maybe as it is opened; None for one that works, which is closed."""
     try:
+        await client.send(open_message(PROMPT))
         if await client.call.read() is not grpc.aio.EOF:
             await client.close()
             return None
