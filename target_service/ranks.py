@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -52,8 +53,15 @@ class Ranks:
         # Of the first follower that ended before it was told to, what happened.
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._settings, self._device = settings, device
+        # By itself it would listen on all interfaces, and whoever can write to it speaks to the ranks.
+        listener = socket.create_server((HOST, 0))
         self._store = distributed.TCPStore(  # type: ignore[attr-defined]
-            HOST, 0, self.size, is_master=True, wait_for_workers=False
+            HOST,
+            listener.getsockname()[1],
+            self.size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         self._processes: list[asyncio.subprocess.Process] = []
         self._watches: list[asyncio.Task[None]] = []
