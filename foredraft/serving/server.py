@@ -94,6 +94,7 @@ class Server:
         self._service_names = tuple(service_names)
         self._tls = tls
         self._insecure = insecure
+        self._asks_who = tokens is not None or (tls is not None and tls.client_ca is not None)
         self._reflection = reflection
         self._services = Services(tokens, tracing.interceptor if tracing is not None else None)
         self._grpc = grpc.aio.server(
@@ -137,6 +138,8 @@ class Server:
         Raises StartError if an address cannot be had or would let others in unprotected, or TLS's files cannot be used.
         """
         self.address = self._bind(self._grpc, self.address, self._credentials())
+        if not self._asks_who and not is_loopback(self.address):
+            logger.warning("whoever can reach %s may use it: no client certificate or token is needed", self.address)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         if self._reflection:
             names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)

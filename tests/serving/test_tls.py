@@ -164,13 +164,21 @@ def test_a_client_refuses_files_that_cannot_be_used(ours: Authority) -> None:
         ours.client().credentials()
 
 
-async def test_an_address_for_other_machines_needs_tls_or_consent(ours: Authority) -> None:
+async def test_an_address_for_other_machines_needs_tls_or_consent(
+    ours: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(StartError, match=r"0\.0\.0\.0:0 can be reached from other machines, and there is no TLS"):
         await Server("0.0.0.0:0", SERVICES).start()
-    for options in ({"insecure": True}, {"tls": ours.server()}):
-        server = Server("0.0.0.0:0", SERVICES, **options)  # type: ignore[arg-type]
+    for protection, warned in (
+        ({"insecure": True}, True),
+        ({"tls": ours.server()}, True),
+        ({"tls": ours.server(mutual=True)}, False),
+    ):
+        caplog.clear()
+        server = Server("0.0.0.0:0", SERVICES, **protection)  # type: ignore[arg-type]
         await server.start()
         await server.stop()
+        assert ("whoever can reach" in caplog.text) == warned
 
 
 @pytest.mark.parametrize(
