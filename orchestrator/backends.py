@@ -69,8 +69,11 @@ class Backends:
         Raises PairError if a draft answers and does not fit: a pair that was given by mistake should not pass unseen.
         """
         self.targets.start()
+        told = ""
         while not self.targets.usable:
-            logger.info("waiting for the target: %s", self.targets.reason)
+            if self.targets.reason != told:
+                told = self.targets.reason
+                logger.info("waiting for the target: %s", told)
             await self.targets.wait()
         self.drafts.start()
         try:

@@ -49,20 +49,21 @@ def demo(
         str | None, typer.Option("--prompt", help="What to ask the model, in place of two prompts.")
     ] = None,
     draft: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--draft",
             help="trained (the draft in drafts/), ngram, self-prune:N (the target's first N layers), or a model's "
-            "directory.",
+            "directory. Default: trained where drafts/ is at hand, else ngram.",
         ),
-    ] = "trained",
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Length of an answer.")] = 96,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy decoding.")] = 0.7,
     seed: Annotated[int, typer.Option("--seed", help="Decides all random draws.")] = 0,
 ) -> None:
     """Fetch a small model, answer prompts with and without speculation, and compare."""
-    from foredraft.default_model import DefaultModelError, ensure
+    from foredraft.default_model import DRAFT, DefaultModelError, ensure
 
+    draft = draft or ("trained" if DRAFT.is_dir() else "ngram")
     console = Console(highlight=False, soft_wrap=True)
     try:
         model = ensure()
