@@ -1,6 +1,5 @@
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from foredraft.cli.up import with_port
 from foredraft.config import OrchestratorSettings
 from foredraft.serving.channel import channel
 from orchestrator.server import SERVICE, main
@@ -39,7 +39,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     model = tiny.save_model(directory / "model", dtype="float64")
     async with target_kit.running(model) as target, draft_kit.running(model, drafter="combined") as draft:
         settings = OrchestratorSettings(
-            listen=f"127.0.0.1:{free_port()}", target=target.server.address, draft=draft.server.address, grace_s=1
+            listen=with_port("127.0.0.1:0"), target=target.server.address, draft=draft.server.address, grace_s=1
         )
         serving = asyncio.create_task(main(settings))
         async with channel(settings.listen) as connection:
@@ -59,9 +59,3 @@ async def until_serving(connection: grpc.aio.Channel) -> None:
     async for response in watch(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True):
         if response.status == health_pb2.HealthCheckResponse.SERVING:
             return
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
