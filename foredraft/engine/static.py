@@ -23,7 +23,7 @@ from foredraft.engine.slots import SlotCache
 # Sizes that a pass is rounded up to: tokens in all, most tokens of one slot, and text rows that are visible.
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 QUERIES = (1, 8, 16)
-LEAST_LENGTH = 256
+LENGTHS = tuple(length << i for i in range(12) for length in (256, 384))
 # Graphs that are kept; their memory is shared, so each takes only the size of its launches.
 MOST_GRAPHS = 64
 # Masks with rows of other sizes are copied in every layer.
@@ -52,10 +52,8 @@ def shape_of(batch: Batch, longest: int) -> Shape | None:
         return None
     tree = any(segment.paths for segment in batch.segments)
     needed = max(segment.length - (batch.tree_size if segment.paths else 0) for segment in batch.segments)
-    length = LEAST_LENGTH
-    while length < needed:
-        length *= 2
-    return Shape(_round_up(tokens, TOKENS), _round_up(queries, QUERIES), min(length, longest), tree)
+    length = min(_round_up(needed, (*LENGTHS, longest)), longest)
+    return Shape(_round_up(tokens, TOKENS), _round_up(queries, QUERIES), length, tree)
 
 
 @dataclass(slots=True)
