@@ -18,6 +18,9 @@ from foredraft.v1.generation_pb2 import SpeculationStatistics
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
+# Seconds between looks at the statistics of a sample that goes on.
+LOOK_EVERY_S = 0.5
+
 # Seconds.
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
@@ -110,6 +113,7 @@ class SampleMetrics:
         self._last = started
         self._last_ns = time.time_ns()
         self._emitted = False
+        self._looked = started
         self._counted: dict[tuple[str, str], int] = {}
 
     def emitted(self, tokens: int) -> None:
@@ -123,9 +127,11 @@ class SampleMetrics:
             metrics.first_token.observe(elapsed)
             self._emitted = True
         metrics.generated_tokens.inc(tokens)
-        gains = self.update()
         if metrics.tracer is not None:
-            self._trace_round(metrics.tracer, tokens, gains)
+            self._trace_round(metrics.tracer, tokens, self.update())
+        elif now - self._looked >= LOOK_EVERY_S:
+            self._looked = now
+            self.update()
 
     def update(self) -> dict[str, int]:
         """Count what the statistics have gained, and return it. Once more when the sample has ended.
