@@ -151,6 +151,21 @@ def test_draft_options_that_contradict_each_other(flags: dict[str, str], message
         load(DraftSettings, flags, None, {})
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tls_cert": "c"}, "tls_cert needs tls_key"),
+        ({"tls_key": "k"}, "tls_key needs tls_cert"),
+        ({"tls_client_ca": "a"}, "tls_client_ca needs tls_cert and tls_key"),
+        ({"tls_ca": "a", "tls_client_cert": "c"}, "tls_client_cert needs tls_client_key"),
+        ({"tls_client_cert": "c", "tls_client_key": "k"}, "tls_client_cert needs tls_ca"),
+    ],
+)
+def test_tls_options_that_are_not_enough(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(OrchestratorSettings, flags, None, {})
+
+
 @pytest.mark.parametrize(("content", "message"), [("- 1", "must be a mapping"), ("a: [", "is not YAML")])
 def test_a_file_that_is_no_mapping_is_refused(content: str, message: str, tmp_path: Path) -> None:
     assert message in refused({}, config=write(tmp_path, content))

@@ -18,7 +18,7 @@ from foredraft.cli.up import Stack
 from foredraft.serving.server import Server
 from tests import tiny
 
-COMMANDS = ("up", "generate", "chat", "demo", "top", "target-server", "draft-server", "orchestrator")
+COMMANDS = ("up", "generate", "chat", "demo", "top", "target-server", "draft-server", "orchestrator", "token")
 NOTHING_THERE = "unix:/nonexistent/foredraft.sock"
 
 

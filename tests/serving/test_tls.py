@@ -14,9 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from foredraft.config import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.serving.address import is_loopback
 from foredraft.serving.channel import channel
-from foredraft.serving.server import Server, StartError
+from foredraft.serving.server import AnySettings, Server, StartError
 from foredraft.serving.tls import ClientTls, TlsError
 from foredraft.v1 import generation_pb2, generation_pb2_grpc
 from tests.serving.pki import Authority
@@ -61,6 +62,15 @@ async def answer(server: Server, tls: ClientTls | None, authority: str | None = 
 async def health(address: str) -> Any:
     async with grpc.aio.insecure_channel(address) as connection:
         return (await health_pb2_grpc.HealthStub(connection).Check(health_pb2.HealthCheckRequest(), timeout=10)).status
+
+
+async def reflection_status(connection: grpc.aio.Channel) -> grpc.StatusCode:
+    call = reflection_pb2_grpc.ServerReflectionStub(connection).ServerReflectionInfo()
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        await call.done_writing()
+        await call.read()
+    return await call.code()
 
 
 async def served_certificate(server: Server) -> str:
@@ -181,6 +191,33 @@ async def test_an_address_for_other_machines_needs_tls_or_consent(
         assert ("whoever can reach" in caplog.text) == warned
 
 
+@pytest.mark.parametrize("kind", [TargetSettings, DraftSettings, OrchestratorSettings])
+async def test_the_options_of_every_service_reach_its_server(kind: type[AnySettings], ours: Authority) -> None:
+    cert, key = ours.issue("server")
+    options: dict[str, Any] = {"listen": "127.0.0.1:0", "health_listen": "127.0.0.1:0", "tls_cert": cert}
+    options |= {"tls_key": key, "tls_client_ca": ours.certificate, "reflection": False, "max_message_bytes": 2**16}
+    options |= {"model": "-"} if kind is TargetSettings else {}
+    server = Server.configured(kind(**options), SERVICES)
+    await server.start()
+    add_services(server)
+    await server.set_serving()
+    assert await answer(server, ours.client(signed_by=ours)) == "OK"
+    assert await answer(server, ours.client()) == "UNAVAILABLE"
+    assert await health(str(server.health_address)) == SERVING
+    async with channel(server.address, ours.client(signed_by=ours)) as connection:
+        assert await reflection_status(connection) is grpc.StatusCode.UNIMPLEMENTED
+        generate = generation_pb2_grpc.GenerationServiceStub(connection).Generate
+        too_long = generate(generation_pb2.GenerateRequest(text="x" * 2**17))
+        assert await too_long.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await server.stop()
+    open_to_all = kind(**{**options, "listen": "0.0.0.0:0", "tls_cert": None, "tls_key": None, "tls_client_ca": None})
+    with pytest.raises(StartError, match="allow it with --insecure"):
+        await Server.configured(open_to_all, SERVICES).start()
+    allowed = Server.configured(open_to_all.model_copy(update={"insecure": True}), SERVICES)
+    await allowed.start()
+    await allowed.stop()
+
+
 @pytest.mark.parametrize(
     ("address", "local"),
     [
@@ -232,9 +269,5 @@ async def test_a_health_address_in_use_is_refused() -> None:
 @pytest.mark.parametrize("on", [True, False])
 async def test_reflection_can_be_switched_off(on: bool) -> None:
     async with serving(reflection=on) as server, channel(server.address) as connection:
-        call = reflection_pb2_grpc.ServerReflectionStub(connection).ServerReflectionInfo()
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            await call.done_writing()
-            await call.read()
-        assert await call.code() is (grpc.StatusCode.OK if on else grpc.StatusCode.UNIMPLEMENTED)
+        expected = grpc.StatusCode.OK if on else grpc.StatusCode.UNIMPLEMENTED
+        assert await reflection_status(connection) is expected
