@@ -85,11 +85,9 @@ class Decoder:
     async def _run(self, sample: SampleState, emissions: asyncio.Queue[Emission | Exception | None]) -> None:
         """Decode to the end, on another target when one was lost or drains."""
         targets, lost = self._backends.targets, None
-        reached, give_up, cause = -1, 0.0, ""
+        reached, give_up, cause = -1, time.perf_counter() + self._settings.target_wait_s, ""
         try:
             while True:
-                if len(sample.text) > reached:
-                    reached, give_up = len(sample.text), time.perf_counter() + self._settings.target_wait_s
                 replica = await self._pick_target(sample, lost, give_up, cause)
                 try:
                     if await self._speculate(sample, replica, emissions):
@@ -99,6 +97,8 @@ class Decoder:
                         raise
                     lost, cause = replica, error.details() or error.code().name
                     targets.failed(replica, f"lost a session: {cause}")
+                if len(sample.text) > reached:  # Else it got stuck here before, and time runs.
+                    reached, give_up = len(sample.text), time.perf_counter() + self._settings.target_wait_s
             await emissions.put(None)
         except Exception as error:
             await emissions.put(error)

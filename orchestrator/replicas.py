@@ -264,7 +264,7 @@ class Replicas(Generic[Stub, Admitted]):
             if response.status == health_pb2.HealthCheckResponse.SERVING:
                 await self._try(replica)
             else:
-                replica.draining = replica.usable
+                replica.draining = True
                 self._exclude(replica, "is not serving: it starts or drains")
         raise _ended()
 

@@ -67,7 +67,7 @@ class Decoding:
     """Decodes on some services."""
 
     def __init__(self, **options: Any) -> None:
-        self.settings = OrchestratorSettings(draft_timeout_s=0.1, target_wait_s=5, **options)
+        self.settings = OrchestratorSettings(**{"draft_timeout_s": 0.1, "target_wait_s": 5} | options)
         self.backends = Backends(self.settings)
         self.statistics = generation_pb2.SpeculationStatistics()
 
@@ -224,3 +224,36 @@ def test_what_is_remembered_of_texts_is_bounded(monkeypatch: pytest.MonkeyPatch)
     for start in range(100):
         replicas.remember(range(start, start + 3 * BLOCK), a)
     assert len(replicas._served) == 10
+
+
+async def test_a_lone_target_that_hangs_longer_than_a_request_would_wait_is_waited_for(servers: Servers) -> None:
+    target = ScriptedTarget()
+    async with Decoding(target=await servers.target(target), draft=None, target_silence_s=0.5, target_wait_s=0.4) as (
+        decoding
+    ):
+        target.delay = 60.0
+        decode = asyncio.create_task(decoding.decode(mode=generation_pb2.MODE_PLAIN))
+        await settled(lambda: target.sessions == 1)
+        target.delay = 0.0
+        assert await decode == expected()
+    assert len(target.opened) == 1
+
+
+async def test_a_session_moves_when_its_target_drains_even_if_another_was_refused_there_before(
+    servers: Servers,
+) -> None:
+    draining, other = ScriptedTarget(), ScriptedTarget()
+    draining.delay = other.delay = 0.005
+    addresses = [await servers.target(draining), await servers.target(other)]
+    async with Decoding(target=addresses, draft=None) as decoding:
+        targets = decoding.backends.targets
+        await settled(lambda: len(targets.usable) == 2)
+        drains: list[asyncio.Task[None]] = []
+
+        def drain(output: list[int]) -> None:
+            if len(output) == 10:
+                drains.append(asyncio.create_task(servers.health[addresses[0]].enter_graceful_shutdown()))
+                targets.failed(targets.all[addresses[0]], "refused a session")
+
+        assert await decoding.decode(200, each=drain, mode=generation_pb2.MODE_PLAIN) == expected(200)
+    assert len(other.rounds) > 100
