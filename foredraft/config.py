@@ -186,6 +186,9 @@ class TargetSettings(ModelSettings):
         None, ge=2, description="Most tokens of prompt and output; unset: the model's context, at most 4096."
     )
     max_sessions: int = Field(16, ge=1, le=4096, description="Sessions whose keys and values the target keeps.")
+    queue_timeout_s: float = Field(
+        10.0, ge=0, description="Seconds a session waits for one of max_sessions; then it gets RESOURCE_EXHAUSTED."
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the target; unset: torch decides.")
     prefill_chunk: int = Field(256, ge=1, description="Prompt tokens of a session that one pass of the target reads.")
     batch_invariant: bool = Field(
@@ -291,6 +294,9 @@ class OrchestratorSettings(Settings):
     )
     max_new_tokens_limit: int | None = Field(
         None, ge=1, description="Most tokens a request may ask for; unset: what the context holds."
+    )
+    max_prompt_tokens_limit: int | None = Field(
+        None, ge=1, description="Most tokens a prompt may have; unset: what the context holds."
     )
     target_wait_s: float = Field(10.0, ge=0, description="Seconds a request waits for a target that is gone.")
     target_silence_s: float = Field(

@@ -163,13 +163,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Check the request and resolve its defaults."""
         started = time.perf_counter()
         model, limit = self._backends.target_model, self._settings.max_new_tokens_limit
-        check_generate(request, GenerationLimits(model.vocabulary_size, model.context_length, limit))
+        limits = GenerationLimits(
+            model.vocabulary_size, model.context_length, limit, self._settings.max_prompt_tokens_limit
+        )
+        check_generate(request, limits)
         self._check_speculation(request.speculation)
         if request.WhichOneof("prompt") == "token_ids":
             prompt = list(request.token_ids.token_ids)
         else:
             prompt = await self._encode_text(request)
-        check_prompt_length(request, len(prompt), context_length=model.context_length)
+        check_prompt_length(request, len(prompt), limits)
         sampling = common_pb2.Sampling()
         sampling.CopyFrom(request.sampling)
         if not sampling.HasField("seed"):

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 # What a model with a long context gets unless more is asked for: memory is taken for all of it.
 DEFAULT_MAX_MODEL_LEN = 4096
-QUEUE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ async def main(settings: TargetSettings) -> int:
     return exit_code
 
 
-async def start_target(settings: TargetSettings, server: Server, *, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> Target:
+async def start_target(settings: TargetSettings, server: Server) -> Target:
     """Loads the model, which blocks no handler, starts its thread and adds the service to `server`.
 
     If the model fails later, all sessions end with INTERNAL, or with UNAVAILABLE if it has several ranks, of which
@@ -124,7 +123,7 @@ async def start_target(settings: TargetSettings, server: Server, *, queue_timeou
     )
     limits = Limits(identity.vocabulary_size, identity.context_length, frozenset(identity.eos_token_ids))
     scheduler = Scheduler(engine, limits, prefill_chunk=settings.prefill_chunk, wake=thread.wake)
-    places = Places(settings.max_sessions, queue_timeout_s)
+    places = Places(settings.max_sessions, settings.queue_timeout_s)
     servicer = TargetServicer(
         identity,
         model.vocabulary,

@@ -16,11 +16,12 @@ MAX_REQUEST_ID = 128
 
 @dataclass(frozen=True, slots=True)
 class GenerationLimits:
-    """What a request has to fit: the target model, and the operator's limit on `max_new_tokens`; None: no limit."""
+    """What a request has to fit: the target model, and the operator's limits on output and prompt; None: no limit."""
 
     vocabulary_size: int
     context_length: int
     max_new_tokens: int | None = None
+    max_prompt_tokens: int | None = None
 
 
 def check_generate(request: generation_pb2.GenerateRequest, limits: GenerationLimits) -> None:
@@ -32,14 +33,14 @@ def check_generate(request: generation_pb2.GenerateRequest, limits: GenerationLi
 
 
 def check_prompt_length(
-    request: generation_pb2.GenerateRequest, prompt_token_count: int, *, context_length: int
+    request: generation_pb2.GenerateRequest, prompt_token_count: int, limits: GenerationLimits
 ) -> None:
-    """Checks the tokenized prompt: it must have a token, and leave room for one in the context.
+    """Checks the tokenized prompt: it must have a token, no more than allowed, and leave room for one in the context.
 
     Raises RequestError (INVALID_ARGUMENT) naming the field that held the prompt.
     """
     field = request.WhichOneof("prompt") or "prompt"
-    refuse(_length_violations(prompt_token_count, context_length, field))
+    refuse(_length_violations(prompt_token_count, limits, field))
 
 
 def check_tokenize(request: generation_pb2.TokenizeRequest) -> None:
@@ -60,7 +61,7 @@ def _generate_violations(request: generation_pb2.GenerateRequest, limits: Genera
     if request.WhichOneof("prompt") == "token_ids" and request.token_ids.token_ids:
         ids = request.token_ids.token_ids
         yield from token_ids(ids, limits.vocabulary_size, "token_ids.token_ids")
-        yield from _length_violations(len(ids), limits.context_length, "token_ids")
+        yield from _length_violations(len(ids), limits, "token_ids")
     yield from sampling_violations(request.sampling, limits.vocabulary_size, "sampling")
     wanted, most = request.sampling.max_new_tokens, limits.max_new_tokens
     if most is not None and wanted > most:
@@ -99,9 +100,12 @@ def _prompt_violations(
                 yield Violation(f"chat.messages[{index}].role", "is empty; must not be empty")
 
 
-def _length_violations(count: int, context_length: int, field: str) -> Iterator[Violation]:
+def _length_violations(count: int, limits: GenerationLimits, field: str) -> Iterator[Violation]:
+    context_length, most = limits.context_length, limits.max_prompt_tokens
     if count == 0:
         yield Violation(field, "has no tokens; must have at least one")
+    elif most is not None and count > most:
+        yield Violation(field, f"has {count} tokens; must have at most {most}, this server's limit")
     elif count >= context_length:
         room = f"at most {context_length - 1}, to leave room for output in the context of {context_length}"
         yield Violation(field, f"has {count} tokens; must have {room}")

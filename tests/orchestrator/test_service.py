@@ -245,6 +245,16 @@ async def test_a_prompt_that_fills_the_context_is_refused(edge: Edge, stub: Stub
     assert str(CONTEXT_LENGTH - 1) in violation.description
 
 
+async def test_a_prompt_beyond_the_servers_limit_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_prompt_tokens_limit=8) as edge, channel(edge.address) as connection:
+        stub = generation_pb2_grpc.GenerationServiceStub(connection)
+        (violation,) = await violations(stub.Generate(Request(text="a b " * 8)))
+        assert violation.field == "text"
+        assert "at most 8" in violation.description
+        assert edge.decoder.requests == []
+        await stub.Generate(Request(text="a b"))
+
+
 async def test_what_the_chat_template_refuses_is_the_clients_error(edge: Edge, stub: Stub) -> None:
     chat = generation_pb2.Chat(messages=[{"role": "assistant", "content": "I begin"}])
     for call in (stub.Generate(Request(chat=chat)), stub.Tokenize(generation_pb2.TokenizeRequest(chat=chat))):

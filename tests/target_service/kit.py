@@ -68,15 +68,14 @@ class Service:
 
 
 @asynccontextmanager
-async def running(model: Path, queue_timeout_s: float = TIMEOUT_S, **settings: Any) -> AsyncIterator[Service]:
+async def running(model: Path, **settings: Any) -> AsyncIterator[Service]:
     """Starts a service, and stops it."""
-    settings = {"max_model_len": CONTEXT, "max_sessions": 8, "prefill_chunk": CHUNK, "threads": 1} | settings
+    defaults = {"max_model_len": CONTEXT, "max_sessions": 8, "prefill_chunk": CHUNK, "threads": 1}
+    settings = {**defaults, "queue_timeout_s": TIMEOUT_S, **settings}
     server = Server("127.0.0.1:0", [SERVICE_NAME], grace_s=TIMEOUT_S)
     await server.start()
     try:
-        target = await start_target(
-            TargetSettings(model=str(model), dtype="float64", **settings), server, queue_timeout_s=queue_timeout_s
-        )
+        target = await start_target(TargetSettings(model=str(model), dtype="float64", **settings), server)
         try:
             await server.set_serving()
             async with channel(server.address) as connection:

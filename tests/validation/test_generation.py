@@ -102,12 +102,19 @@ def test_a_good_request_passes(request_: GenerateRequest) -> None:
 def test_a_prompt_without_room_for_output_is_refused_by_its_field(field: str) -> None:
     request = GenerateRequest()
     getattr(request, field).SetInParent() if field != "text" else setattr(request, "text", "x")
-    check_prompt_length(request, CONTEXT - 1, context_length=CONTEXT)
+    check_prompt_length(request, CONTEXT - 1, LIMITS)
     description = "has 8 tokens; must have at most 7, to leave room for output in the context of 8"
-    assert violations(check_prompt_length, request, CONTEXT, context_length=CONTEXT) == [f"{field}: {description}"]
-    assert violations(check_prompt_length, request, 0, context_length=CONTEXT) == [
-        f"{field}: has no tokens; must have at least one"
-    ]
+    assert violations(check_prompt_length, request, CONTEXT, LIMITS) == [f"{field}: {description}"]
+    assert violations(check_prompt_length, request, 0, LIMITS) == [f"{field}: has no tokens; must have at least one"]
+
+
+def test_a_prompt_beyond_the_servers_limit_is_refused_by_its_field() -> None:
+    limits = GenerationLimits(V, CONTEXT, max_prompt_tokens=4)
+    ids = GenerateRequest(token_ids=TokenIds(token_ids=[1] * 5))
+    expected = ["token_ids: has 5 tokens; must have at most 4, this server's limit"]
+    assert violations(check_generate, ids, limits) == expected
+    assert violations(check_prompt_length, ids, 5, limits) == expected
+    check_prompt_length(ids, 4, limits)
 
 
 def test_bad_tokenize_and_detokenize_requests_are_refused() -> None:
