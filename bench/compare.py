@@ -13,6 +13,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,6 @@ import torch
 import transformers
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench import report
 from bench.contestants import (
@@ -32,27 +32,27 @@ from bench.contestants import (
     transformers_plain,
     transformers_prompt_lookup,
 )
-from bench.summary import OVERLAPPED, PLAIN, PLAIN_ALL_CORES, SEQUENTIAL, Outcome, outcome
-from draft_service.distill.prompts import HELD_OUT
-from draft_service.distill.stored import DESCRIPTION, assembled
-from foredraft.cli.demo import draft_options
+from bench.pair import (
+    BUSY,
+    DRAFT_HELP,
+    drafting_options,
+    draw,
+    progress_bar,
+    prompts_of,
+    share_cores,
+    stored_draft,
+)
+from bench.summary import ASSISTED, LOOKUP, OVERLAPPED, PLAIN, PLAIN_ALL_CORES, SEQUENTIAL, Outcome, outcome
 from foredraft.cli.supervisor import ChildError
 from foredraft.cli.up import Stack, available_cores
 from foredraft.config import ConfigError
-from foredraft.default_model import DefaultModelError, cache_directory, ensure
+from foredraft.default_model import DefaultModelError, ensure
 from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel, load
 from orchestrator.client import Client, GenerationError
 
-DRAFTS = Path(__file__).parents[1] / "drafts"
-PROMPTS = [str(conversation[0]["content"]) for conversation in HELD_OUT[:12]]
 # Texts that are not the same are an error there; with fewer bits, likely tokens tie often.
 EXACT = ("float32", "float64")
-
-BUSY = (
-    "\nThe machine is busy with other work, so these numbers will mean little: threads that wait for one another, as "
-    "those of one model do, suffer most."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,15 @@ class Options:
         return self.target_cores + self.draft_cores
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def main(
     target: Annotated[str | None, typer.Option(help="Directory or hub id; the demo's model unless given.")] = None,
     draft: Annotated[
         str | None,
-        typer.Option(
-            help="ngram, self-prune:N (the target's first N layers), a stored draft, or a model's directory or hub id; "
-            "the target's stored draft if there is one, else ngram."
-        ),
+        typer.Option(help=DRAFT_HELP),
     ] = None,
     draft_tokens: Annotated[
         int | None, typer.Option(min=1, max=64, help="Of every round; unless given, services and Transformers choose.")
@@ -103,12 +104,10 @@ def main(
     try:
         name = target or str(ensure())
         draft = draft or stored_draft(name)
-        texts = PROMPTS if prompts is None else [line for line in prompts.read_text().splitlines() if line.strip()]
+        texts = prompts_of(prompts, 12)
         cores = share_cores(target_cores, draft_cores, draft)
         temperatures = tuple(dict.fromkeys(temperature or (0.0, 0.7, 1.0)))
         options = Options(name, draft, draft_tokens, temperatures, max_new_tokens, texts, repeats, *cores, dtype)
-        if not texts:
-            raise ConfigError(f"{prompts} holds no prompts")
         settings = setting(options)
         console.print(heading(options, settings["load_average_before"]))
         outcomes = asyncio.run(compare(options, console))
@@ -121,7 +120,7 @@ def main(
     if json_file:
         report.write_json(json_file, settings, outcomes)
     if plot_file:
-        draw(plot_file, outcomes)
+        draw(partial(report.plot, outcomes, plot_file))
     same = all(one.first_difference is None for one in outcomes)
     raise typer.Exit(0 if same or dtype not in EXACT else 1)
 
@@ -134,32 +133,9 @@ def heading(options: Options, load_average: float) -> str:
         f"{options.repeats} of up to {options.max_new_tokens} tokens; load average before: {load_average:.1f}.\n"
         f"Transformers and {PLAIN_ALL_CORES} have all {options.all_cores} cores. Of those, the target has "
         f"{options.target_cores} and draft and orchestrator {options.draft_cores} in {SEQUENTIAL} and {OVERLAPPED}; "
-        f"{PLAIN} leaves the draft's idle." + (BUSY if load_average > options.all_cores / 2 else "")
+        f"{PLAIN} leaves the draft's idle. Where a text repeats itself, the services draft with its n-grams."
+        + (BUSY if load_average > options.all_cores / 2 else "")
     )
-
-
-def draw(file: Path, outcomes: Sequence[Outcome]) -> None:
-    """Plot, if that can be done here."""
-    try:
-        report.plot(outcomes, file)
-    except ImportError:
-        print("There is no plot: it needs matplotlib, which pip install -e '.[bench]' brings.", file=sys.stderr)
-
-
-def stored_draft(target: str) -> str:
-    """The draft that is stored for this target, else "ngram"."""
-    directory = DRAFTS / Path(target).name
-    return str(directory) if (directory / DESCRIPTION).is_file() else "ngram"
-
-
-def share_cores(target: int | None, draft: int | None, drafter: str) -> tuple[int, int]:
-    """Cores of target and draft, which gets a quarter unless n-grams draft. Raises ConfigError for too many."""
-    available = len(available_cores())
-    draft = draft or (1 if drafter == "ngram" or target == available - 1 else max(1, available // 4))
-    target = target or max(1, available - draft)
-    if target + draft > available:
-        raise ConfigError(f"target and draft are to have {target} and {draft} CPU cores, but there are {available}")
-    return target, draft
 
 
 async def compare(options: Options, console: Console) -> list[Outcome]:
@@ -168,7 +144,7 @@ async def compare(options: Options, console: Console) -> list[Outcome]:
     if pin:
         # What is started from here on has these cores at most.
         os.sched_setaffinity(0, available_cores()[: options.all_cores])
-    drafting = drafting_options(options)
+    drafting = drafting_options(options.target, options.draft, options.dtype)
     common = {"model": options.target, "dtype": options.dtype, "listen": "127.0.0.1:0"}
     shared = {**common, **drafting, "threads": options.target_cores, "draft_threads": options.draft_cores}
     alone = {**common, "threads": options.all_cores, "speculation_enabled": False}
@@ -177,15 +153,6 @@ async def compare(options: Options, console: Console) -> list[Outcome]:
         with Client(stack.address) as client, Client(whole.address) as client_whole:
             # The event loop watches over the services meanwhile.
             return await asyncio.to_thread(in_turn, options, drafting, client, client_whole, console)
-
-
-def drafting_options(options: Options) -> dict[str, Any]:
-    """The draft server's options; a stored draft is made a model in the cache."""
-    draft = options.draft
-    if (Path(draft) / DESCRIPTION).is_file():
-        draft = str(assembled(Path(options.target), Path(draft), cache_directory() / "drafts"))
-    drafting = draft_options(draft, Path(options.target))
-    return {**drafting, "draft_dtype": options.dtype} if drafting else {}
 
 
 def in_turn(
@@ -213,9 +180,9 @@ def line_up(
     k, every = options.draft_tokens, str(options.all_cores)
     both = f"{options.target_cores} + {options.draft_cores}"
     if draft is None:
-        assisted = Contestant("Transformers lookup", every, transformers_prompt_lookup(target, k))
+        assisted = Contestant(LOOKUP, every, transformers_prompt_lookup(target, k))
     else:
-        assisted = Contestant("Transformers assisted", every, transformers_assisted(target, draft, k))
+        assisted = Contestant(ASSISTED, every, transformers_assisted(target, draft, k))
     return [
         Contestant("Transformers", every, transformers_plain(target)),
         assisted,
@@ -239,9 +206,8 @@ def measure(
     options: Options, contestants: Sequence[Contestant], prompts: Sequence[list[int]], console: Console
 ) -> dict[float, dict[str, list[Run]]]:
     """Every contestant's texts, after one of each to warm up; who begins changes from prompt to prompt."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     measured = {}
-    with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
+    with progress_bar(console) as progress:
         texts = len(options.temperatures) * (options.repeats * len(prompts) + 1) * len(contestants)
         task = progress.add_task("", total=texts)
 
@@ -282,4 +248,4 @@ def setting(options: Options) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -16,15 +16,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench import pipeline_report
 from bench.contestants import Run, Work, service
+from bench.pair import draw, progress_bar
 from bench.pipeline_report import Busy, Measured, measured
 from foredraft.cli.supervisor import ChildError
 from foredraft.cli.up import Stack
@@ -109,10 +110,7 @@ def main(
         setting = {**asdict(options), "python": platform.python_version(), "cores": os.cpu_count()}
         pipeline_report.write_json(json_file, {**setting, "load_average_before": load_average}, rows, busy)
     if plot_file:
-        try:
-            pipeline_report.plot(rows, plot_file)
-        except ImportError:
-            print("There is no plot: it needs matplotlib, which pip install -e '.[bench]' brings.", file=sys.stderr)
+        draw(partial(pipeline_report.plot, rows, plot_file))
     raise typer.Exit(0 if pipeline_report.same_texts(rows) else 1)
 
 
@@ -126,10 +124,9 @@ def heading(options: Options, load_average: float) -> str:
 
 async def measure(options: Options, console: Console) -> tuple[list[Measured], list[Busy]]:
     """One stream in all ways, then many, for each ratio."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     rows: list[Measured] = []
     busy: list[Busy] = []
-    with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
+    with progress_bar(console) as progress:
         texts = len(WAYS) * (options.repeats + 1) + options.streams
         task = progress.add_task("", total=len(options.ratios) * texts)
 

@@ -1,6 +1,5 @@
 """The closed forms beside what `bench.pipeline` measured, and how it is shown."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench import pair
 from bench.contestants import Run
 from bench.summary import Total, part
 from foredraft.emulation import Emulation
@@ -171,7 +171,7 @@ def write_json(file: Path, setting: dict[str, Any], rows: Sequence[Measured], bu
         "one_stream": [{**asdict(row), "of_bound": row.of_bound} for row in rows],
         "many_streams": [asdict(one) for one in busy],
     }
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    pair.write_json(file, content)
 
 
 def plot(rows: Sequence[Measured], file: Path) -> None:

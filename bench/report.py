@@ -1,6 +1,5 @@
 """Table, lines, plot and JSON of `bench.compare`."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bench import pair
 from bench.contestants import Run
 from bench.summary import OVERLAPPED, PLAIN, SEQUENTIAL, ClosedForm, Outcome, Ratio, Summary
 
@@ -22,6 +22,8 @@ waiting: no round was at the target, since the draft was not ready; wire: rounds
 def show(outcome: Outcome, console: Console) -> None:
     """Print one temperature."""
     console.print("", speeds(outcome), "", speculation(outcome), "", sep="\n")
+    against = (f"{name} {shown(ratio)}" for name, ratio in outcome.overlapped_against.items())
+    console.print(f"{OVERLAPPED} against {', '.join(against)}")
     if outcome.closed_form:
         console.print(closed_form_line(outcome.closed_form, outcome.contestants))
     console.print(texts_line(outcome))
@@ -34,7 +36,7 @@ def speeds(outcome: Outcome) -> Table:
     columns = ("cores", "tokens/s", "against plain", "plain, all cores")
     table = Table(f"temperature {outcome.temperature:g}", *columns, box=None)
     for one in outcome.contestants:
-        ratios = (_ratio(one.times_plain), _ratio(one.times_plain_all_cores))
+        ratios = (shown(one.times_plain), shown(one.times_plain_all_cores))
         table.add_row(one.name, one.cores, f"{one.tokens_per_second:.1f}", *ratios)
     return table
 
@@ -45,7 +47,7 @@ def speculation(outcome: Outcome) -> Table:
     for one in outcome.contestants:
         shares = (one.acceptance, one.hit_rate, one.prepared_used, one.target_busy, one.draft_wait, one.wire)
         per_round = "-" if one.tokens_per_round is None else f"{one.tokens_per_round:.2f}"
-        table.add_row(one.name, per_round, *(_percent(share) for share in shares))
+        table.add_row(one.name, per_round, *(percent(share) for share in shares))
     return table
 
 
@@ -81,8 +83,7 @@ def write_json(file: Path, settings: dict[str, Any], outcomes: Sequence[Outcome]
         values = {name: getattr(outcome, name) for name in names}
         runs = {name: [_brief(run) for run in runs] for name, runs in outcome.runs.items()}
         temperatures.append({**values, "runs": runs})
-    content = {**settings, "temperatures": temperatures}
-    file.write_text(json.dumps(content, indent=2, default=asdict, ensure_ascii=False) + "\n", encoding="utf-8")
+    pair.write_json(file, {**settings, "temperatures": temperatures}, asdict)
 
 
 def plot(outcomes: Sequence[Outcome], file: Path) -> None:
@@ -118,10 +119,12 @@ def _brief(run: Run) -> dict[str, Any]:
     }
 
 
-def _ratio(value: Ratio) -> str:
+def shown(value: Ratio) -> str:
+    """A ratio and its interval."""
     interval = f" [{value.interval[0]:.2f}, {value.interval[1]:.2f}]" if value.interval else ""
     return f"{value.value:.2f}{interval}"
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """A fraction as a percentage, a dash for none."""
     return "-" if value is None else f"{100 * value:.0f}%"

@@ -12,6 +12,8 @@ from bench.contestants import Contestant, Run
 RESAMPLES = 10_000
 # The services' contestants: with one seed, all write the same text.
 PLAIN, PLAIN_ALL_CORES, SEQUENTIAL, OVERLAPPED = "plain", "plain, all cores", "sequential", "overlapped"
+ASSISTED, LOOKUP = "Transformers assisted", "Transformers lookup"
+SPECULATING = (ASSISTED, LOOKUP, SEQUENTIAL)
 SERVICES = (PLAIN, PLAIN_ALL_CORES, SEQUENTIAL, OVERLAPPED)
 
 # By contestant, in the same order of works.
@@ -83,10 +85,15 @@ class ClosedForm:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Everything about one temperature. `first_difference` is among the texts of `compared`, which should be equal."""
+    """Everything about one temperature.
+
+    `overlapped_against` has the speed of OVERLAPPED over those of others that speculate. `first_difference` is among
+    the texts of `compared`, which should be equal.
+    """
 
     temperature: float
     contestants: list[Summary]
+    overlapped_against: dict[str, Ratio]
     closed_form: ClosedForm | None
     compared: list[str]
     first_difference: Difference | None
@@ -101,6 +108,11 @@ def outcome(temperature: float, contestants: Sequence[Contestant], runs: Runs, t
     return Outcome(
         temperature=temperature,
         contestants=[summarise(contestant, runs) for contestant in contestants],
+        overlapped_against={
+            contestant.name: ratio(per_prompt(runs[OVERLAPPED]), per_prompt(runs[contestant.name]))
+            for contestant in contestants
+            if contestant.name in SPECULATING
+        },
         closed_form=closed_form(runs),
         compared=compared,
         first_difference=first_difference(runs, compared, tokenizer),

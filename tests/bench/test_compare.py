@@ -1,38 +1,22 @@
 """The comparison as a command, on tiny models and a few tokens."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from bench.compare import app
 from bench.contestants import Work, transformers_plain, transformers_prompt_lookup
 from bench.summary import PLAIN, ratio, speedup
+from foredraft.cli.up import Stack
 from foredraft.engine.loading import load
 from tests import tiny
 
-ROOT = Path(__file__).parents[2]
 SERVICES = {"plain", "plain, all cores", "sequential", "overlapped"}
 TEMPERATURES, TOKENS, PROMPTS, REPEATS = [0.0, 0.7], 12, 2, 1
-
-
-def compare(directory: Path, *arguments: str) -> dict[str, Any]:
-    """What one run of the command writes as JSON."""
-    (directory / "prompts.txt").write_text("Hello!\n\nOnce upon a time\n")
-    flags = [part for temperature in TEMPERATURES for part in ("--temperature", str(temperature))]
-    flags += ["--target", str(directory / "target"), "--prompts", str(directory / "prompts.txt")]
-    flags += ["--max-new-tokens", str(TOKENS), "--repeats", str(REPEATS), "--json", str(directory / "out.json")]
-    # Float64, so that no two tokens tie.
-    command = [sys.executable, "-m", "bench.compare", *flags, "--dtype", "float64", *arguments]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: dict[str, Any] = json.loads((directory / "out.json").read_text())
-    return result
 
 
 def check(result: dict[str, Any], contestants: set[str]) -> None:
@@ -63,12 +47,24 @@ def check_summary(summary: dict[str, Any]) -> None:
         assert summary["times_plain"] == {"value": 1, "interval": [1, 1]}
 
 
-def test_compare_measures_everybody(tmp_path: Path) -> None:
-    tiny.save_model(tmp_path / "target", dtype="float64")
-    tiny.save_model(tmp_path / "draft", dtype="float64", noise=0.05)
-    result = compare(tmp_path, "--draft", str(tmp_path / "draft"), "--draft-tokens", "3")
+def test_compare_measures_everybody(
+    models: tuple[Path, Path], reused: type[Stack], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("bench.compare.Stack", reused)
+    monkeypatch.setattr("os.sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    (tmp_path / "prompts.txt").write_text("Hello!\n\nOnce upon a time\n")
+    flags = [part for temperature in TEMPERATURES for part in ("--temperature", str(temperature))]
+    flags += ["--target", str(models[0]), "--draft", str(models[1]), "--draft-tokens", "3", "--dtype", "float64"]
+    flags += ["--max-new-tokens", str(TOKENS), "--repeats", str(REPEATS), "--prompts", str(tmp_path / "prompts.txt")]
+    flags += ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    done = CliRunner().invoke(app, flags)
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     check(result, {"Transformers", "Transformers assisted", *SERVICES})
     greedy = result["temperatures"][0]
+    assert set(greedy["overlapped_against"]) == {"Transformers assisted", "sequential"}
     form, drafted = greedy["closed_form"], greedy["runs"]["sequential"][0]["statistics"]["drafted_per_position"]
     assert 1 <= len(drafted) <= 3
     assert 0 <= form["alpha"] <= 1

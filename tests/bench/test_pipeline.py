@@ -1,7 +1,9 @@
 """The measurement of the services on emulated models: its closed forms, and one short run."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +11,8 @@ from typer.testing import CliRunner
 from bench.contestants import Run, Work
 from bench.pipeline import app
 from bench.pipeline_report import draft_lengths, emitted, measured, round_seconds
+from foredraft.cli.supervisor import Report, ignore
+from foredraft.cli.up import Stack
 from foredraft.emulation import parse
 from orchestrator.results import Statistics
 
@@ -60,9 +64,33 @@ def test_a_run_as_fast_as_the_closed_form_reaches_all_of_it() -> None:
     assert measured("", "plain", 0.2, emulation, [plain], [plain]).of_bound == pytest.approx(1)
 
 
-def test_one_short_run_measures_everything(tmp_path: Path) -> None:
+class Kept(Stack):
+    """In place of Stack: the first is started, and stopped by the next one, which takes it over."""
+
+    first: ClassVar["Kept | None"] = None
+
+    def __init__(self, options: Mapping[str, Any], on_line: Report = ignore) -> None:
+        super().__init__(options, on_line=lambda name, line: self.report(name, line))
+        self.report = on_line
+
+    async def __aenter__(self) -> Self:
+        if Kept.first is None:
+            Kept.first = self
+            return await super().__aenter__()
+        Kept.first.report, self.address = self.report, Kept.first.address
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self is not Kept.first and Kept.first is not None:
+            await super().__aexit__()
+            await Stack.__aexit__(Kept.first)
+
+
+def test_one_short_run_measures_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bench.pipeline.Stack", Kept)
     flags = ["--ratio", "0.25", "--target", "4ms+0.1ms/token", "--repeats", "1", "--max-new-tokens", "24"]
-    done = CliRunner().invoke(app, [*flags, "--streams", "3", "--json", str(tmp_path / "out.json")])
+    flags += ["--streams", "3", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    done = CliRunner().invoke(app, flags)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "out.json").read_text())
     assert [one["mode"] for one in result["one_stream"]] == ["plain", *["sequential", "overlapped"] * 2]
@@ -73,6 +101,7 @@ def test_one_short_run_measures_everything(tmp_path: Path) -> None:
     (busy,) = result["many_streams"]
     assert busy["streams"] == 3
     assert 0 < busy["busy"] <= 1
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_bad_cost_is_told() -> None:
