@@ -197,7 +197,11 @@ class Replicas(Generic[Stub, Admitted]):
                 hosts = {str(end[0]) for *_, end in found}
                 addresses = {f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in hosts}
                 for address in addresses - mine - self.all.keys():
-                    self._add(address, authority=host)
+                    try:
+                        self._add(address, authority=host)
+                    except TlsError as error:  # Half renewed: they will fit together at the next look.
+                        logger.warning("cannot connect to %s yet: %s", address, error)
+                addresses &= self.all.keys()
                 for address in mine - addresses:
                     removal = asyncio.create_task(self._remove(address))
                     self._closing.add(removal)
