@@ -24,6 +24,10 @@ from foredraft.sampling.warpers import warp
 from foredraft.serving.errors import RequestError
 from target_service.session import Limits, Session, Timing, Verdict, finish
 
+# Rounds wait for those that were answered with them for at most this part of a forward and so many seconds, looking
+# every POLL_S; after a wait in vain the next PAUSE forwards wait for nobody.
+GATHER, GATHER_MOST_S, POLL_S, PAUSE = 0.05, 0.005, 0.0002, 16
+
 Reply = Callable[[Verdict | RequestError], object]
 
 
@@ -107,6 +111,7 @@ class Scheduler:
 
     A step takes every decoding session's round whole, and of texts that are not computed yet at most `prefill_chunk`
     tokens in all, sessions taking turns: a long prompt delays neither the rounds of others nor their prompts by more.
+    A round waits for the forward in flight, and a moment for rounds that were answered together with its last one.
     """
 
     def __init__(self, engine: Engine, limits: Limits, *, prefill_chunk: int, wake: Callable[[], None]) -> None:
@@ -117,6 +122,9 @@ class Scheduler:
         self._wake = wake
         self._inbox: deque[Callable[[], None]] = deque()
         self._jobs: dict[Session, _Job] = {}
+        self._answered: list[Session] = []
+        self._forward_s = 0.0
+        self._vain = 0
         self._slots: dict[Session, Slot] = {}
 
     @property
@@ -147,8 +155,8 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> bool:
         """Takes the inbox and runs one forward; False if there was nothing to run."""
-        while self._inbox:
-            self._inbox.popleft()()
+        self._take_inbox()
+        self._gather()
         pieces = self._plan()
         if not pieces:
             return False
@@ -170,7 +178,35 @@ class Scheduler:
             one.draws = draws
         for one in rounds:
             one.job.reply(self._answer(one, started))
+        self._answered = [one.job.session for one in rounds if not one.job.session.finish_reason]
+        self._forward_s = time.perf_counter() - started
         return True
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _gather(self) -> None:
+        """Wait a little for the sessions that were answered together to come back together.
+
+        Else they fall into groups whose forwards alternate, and every round waits for those of the others.
+        """
+        away = self._away()
+        if not self._jobs or not away:
+            return
+        if self._vain > 0:
+            self._vain -= 1
+            return
+        deadline = time.perf_counter() + min(GATHER * self._forward_s, GATHER_MOST_S)
+        while self._away() and time.perf_counter() < deadline:
+            time.sleep(POLL_S)
+            self._take_inbox()
+        if self._away() == away:
+            self._vain = PAUSE
+
+    def _away(self) -> int:
+        """How many of the sessions that were answered last have not come back."""
+        return sum(session in self._slots and session not in self._jobs for session in self._answered)
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from foredraft.engine.engine import Engine
 from foredraft.sampling.params import SamplingParams
 from foredraft.serving.errors import RequestError
+from target_service import scheduler as scheduler_module
 from target_service.scheduler import Scheduler
 from target_service.session import Limits, Session, Verdict
 from tests import tiny
@@ -67,6 +69,52 @@ def test_long_prompts_take_turns_and_a_step_reads_no_more_than_a_chunk() -> None
     for step in range(6):
         assert bench.step() == (1, CHUNK)
         assert [len(bench.verdicts[each]) for each in sessions] == [int(step >= 3 + i) for i in range(3)]
+
+
+def answered_together(bench: Bench) -> tuple[Session, Session]:
+    """Two sessions whose last rounds shared a forward."""
+    a, b = session(prompt(4)), session(prompt(4, first=20))
+    bench.submit(a)
+    bench.submit(b)
+    assert bench.step() == (2, 8)
+    bench.scheduler._forward_s = 1000.0  # However slow the machine, the wait is as long as it may be.
+    return a, b
+
+
+def test_sessions_answered_together_are_waited_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    a, b = answered_together(bench)
+    bench.submit(a)
+    monkeypatch.setattr(scheduler_module, "GATHER_MOST_S", 1000.0)
+    monkeypatch.setattr(scheduler_module.time, "sleep", lambda seconds: bench.submit(b))
+    assert bench.step() == (2, 2)
+
+
+def test_a_session_that_does_not_come_back_delays_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    a, b = answered_together(bench)
+    waits: list[float] = []
+    monkeypatch.setattr(scheduler_module, "GATHER_MOST_S", 0.01)
+    monkeypatch.setattr(scheduler_module.time, "sleep", waits.append)
+    bench.submit(a)
+    assert bench.step() == (1, 1)
+    assert waits
+    waits.clear()
+    bench.submit(b)  # Now b was answered last, and a before: nobody is expected but b itself.
+    assert bench.step() == (1, 1)
+    bench.scheduler._answered = [a, b]
+    bench.submit(a)
+    assert bench.step() == (1, 1)
+    assert not waits, "it waited again at once"
+
+
+def test_a_session_that_was_closed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    a, b = answered_together(bench)
+    bench.scheduler.close(b)
+    bench.submit(a)
+    monkeypatch.setattr(scheduler_module.time, "sleep", lambda seconds: pytest.fail("it waited"))
+    assert bench.step() == (1, 1)
 
 
 def test_short_prompts_share_a_step() -> None:
