@@ -9,11 +9,12 @@ from p.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foredraft.sampling.noise import gumbel, pool_gumbel
+from foredraft.sampling.noise import gumbel, pool_gumbels
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.selection import largest, leading
 
@@ -22,6 +23,15 @@ INDIVIDUAL = 1024
 
 _ROUNDING = 1e-3
 """More than rounding can add to the logarithm of a sum of probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a draw is for, which decides over its noise: the seed, the sample, and the token's index in the sequence."""
+
+    seed: int
+    sample_index: int
+    position: int
 
 
 def rank(
@@ -48,16 +58,36 @@ def rank(
     Raises:
         ValueError: a row leaves no token to draw.
     """
-    if params.temperature == 0:
-        scores, ids = largest(warped, count)
-    else:
-        noisy, candidates = _noisy(warped, params.seed, sample_index, positions, individual)
-        scores, order = largest(noisy, count)
-        ids = candidates.gather(1, order)
+    places = [Place(params.seed, sample_index, position) for position in positions]
+    ids, scores = rank_rows(warped, places if params.temperature > 0 else None, count=count, individual=individual)
     if bool((scores[:, 0] == -torch.inf).any()):
         raise ValueError("no token is left to draw: all are masked, or the logits are not numbers")
-    ids = torch.where(scores > -torch.inf, ids, ids[:, :1])
-    return torch.cat((ids, ids[:, :1].expand(-1, count - ids.shape[1])), 1)
+    return ids
+
+
+def rank_rows(
+    warped: Tensor, places: Sequence[Place] | None, *, count: int, individual: int = INDIVIDUAL
+) -> tuple[Tensor, Tensor]:
+    """As `rank`, for rows of any requests.
+
+    Args:
+        warped: [R, V].
+        places: what each row draws for; None: without noise, as at temperature 0.
+
+    Returns:
+        Ids [R, count] int64, and what they were ranked by, up to a constant per row: [R, count]. A row that leaves no
+        token to draw has a first score of -inf, and its ids mean nothing.
+    """
+    if places is None:
+        scores, ids = largest(warped, count)
+    else:
+        noisy, candidates = _noisy(warped, places, individual)
+        scores, order = largest(noisy, count)
+        ids = candidates.gather(1, order)
+    missing = scores == -torch.inf
+    scores, ids = torch.where(missing, scores[:, :1], scores), torch.where(missing, ids[:, :1], ids)
+    rest = count - ids.shape[1]
+    return torch.cat((ids, ids[:, :1].expand(-1, rest)), 1), torch.cat((scores, scores[:, :1].expand(-1, rest)), 1)
 
 
 def draw(
@@ -88,24 +118,24 @@ def greedy(warped: Sequence[Tensor]) -> list[list[int] | None]:
     return [None if -1 in draw else draw for draw in draws]
 
 
-def _noisy(
-    warped: Tensor, seed: int, sample_index: int, positions: Sequence[int], individual: int
-) -> tuple[Tensor, Tensor]:
+def _noisy(warped: Tensor, places: Sequence[Place], individual: int) -> tuple[Tensor, Tensor]:
     """The candidates of each row, [R, N]: their scores log p + G (up to a constant per row) in float64, and their ids.
 
     The last is the pool: if it wins, one of its tokens with its score, else -inf, which also fills up shorter rows.
     """
     values, ids = leading(warped, individual)
     peaks = values.amax(-1, keepdim=True)
+    seeds, samples = [place.seed for place in places], [place.sample_index for place in places]
+    positions = [place.position for place in places]
     where = torch.tensor(positions, dtype=torch.int64, device=warped.device).unsqueeze(-1)
-    scores = (values - peaks).double() + gumbel(seed, sample_index, where, ids)
+    scores = (values - peaks).double() + gumbel(_common(seeds), _common(samples), where, ids)
     scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     sizes = (values > -torch.inf).sum(-1, keepdim=True)
     least = torch.where(values > -torch.inf, values, torch.inf).amin(-1, keepdim=True) - peaks
     summary = torch.cat((scores.amax(-1, keepdim=True), least, sizes), 1)
-    pools = [[-math.inf, 0.0] for _ in positions]
-    for i, (best, bound, size) in enumerate(summary.tolist()):
-        noise = pool_gumbel(seed, sample_index, positions[i])
+    pools = [[-math.inf, 0.0] for _ in places]
+    pool_noise = pool_gumbels(seeds, samples, positions)
+    for i, ((best, bound, size), noise) in enumerate(zip(summary.tolist(), pool_noise, strict=True)):
         # Nothing is pooled if fewer tokens than asked for are individual, and nothing above the least of these.
         if size < individual or math.log(warped.shape[1]) + bound + _ROUNDING + noise <= best:
             continue
@@ -113,7 +143,12 @@ def _noisy(
         total = float(weights.sum(dtype=torch.float64))
         if total > 0 and math.log(total) + noise > best:
             tokens = weights.nonzero().squeeze(-1)
-            winner = (warped[i, tokens].double() + gumbel(seed, sample_index, positions[i], tokens)).argmax()
+            winner = (warped[i, tokens].double() + gumbel(seeds[i], samples[i], positions[i], tokens)).argmax()
             pools[i] = [math.log(total) + noise, float(tokens[winner])]
     pool = scores.new_tensor(pools)
     return torch.cat((scores, pool[:, :1]), 1), torch.cat((ids, pool[:, 1:].long()), 1)
+
+
+def _common(numbers: Sequence[int]) -> int | Sequence[int]:
+    """The number if all are the same, which is less work to compute with."""
+    return numbers[0] if len(set(numbers)) == 1 else numbers

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.sampling import coupled
-from foredraft.sampling.coupled import draw, greedy, rank
+from foredraft.sampling.coupled import Place, draw, greedy, rank, rank_rows
 from foredraft.sampling.noise import gumbel
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.verification import verify
@@ -139,6 +139,19 @@ def test_ranking_of_rows_together_equals_ranking_of_each():
     for i in range(6):
         alone = rank(rows[i : i + 1], SamplingParams(), sample_index=0, positions=[i], count=5, individual=8)
         assert torch.equal(together[i : i + 1], alone)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.builds(Place, st.integers(0, 2**64 - 1), st.integers(0, 9), st.integers(0, 99)), min_size=1))
+def test_rows_of_several_requests_are_ranked_with_the_noise_of_each(places):
+    rows = torch.randn(len(places), 500, generator=torch.Generator().manual_seed(0))
+    rows[0] = -math.inf
+    together, scores = rank_rows(rows, places, count=5, individual=8)
+    assert scores[0, 0] == -math.inf
+    for i, place in list(enumerate(places))[1:]:
+        params = SamplingParams(seed=place.seed)
+        options = {"sample_index": place.sample_index, "positions": [place.position], "individual": 8}
+        assert torch.equal(together[i : i + 1], rank(rows[i : i + 1], params, count=5, **options))
 
 
 def test_at_temperature_0_the_ranking_is_by_score_with_ties_to_the_lowest_id():
