@@ -6,15 +6,13 @@ come yet are prepared.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from draft_service.drafter import Counters, Emit, Opening
 from draft_service.model_session import ModelSession
 from draft_service.ngram import NgramIndex
-from draft_service.picking import Picker
+from draft_service.picking import Context, Pick, Picker
 from foredraft.engine.engine import Engine, Row
 
 logger = logging.getLogger(__name__)
@@ -25,11 +23,12 @@ PATIENCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A row of the next forward, and what to do with its logits, if any are wanted."""
+    """A session's rows of the next forward, and for each the contexts whose picks go to `take`, if any are wanted."""
 
     session: ModelSession
-    row: Row
-    take: Callable[[Tensor], None] | None = None
+    rows: Sequence[Row]
+    contexts: Sequence[Sequence[Context]]
+    take: Callable[[Sequence[Pick]], None]
 
 
 class ModelDrafter:
@@ -50,7 +49,7 @@ class ModelDrafter:
     ) -> ModelSession:
         """See Drafter. With `index`, which is empty, the session looks up what it can; it is counted in `counters`."""
         counters = counters or self.counters
-        session = ModelSession(opening, emit, self._engine, self._picker, self._branches, counters, index)
+        session = ModelSession(opening, emit, self._engine, self._branches, counters, index)
         self._sessions.append(session)
         counters.sessions += 1
         return session
@@ -65,7 +64,7 @@ class ModelDrafter:
             self._run(self._reading(reading))
         elif proposing:
             self._waited += bool(reading)
-            self._run([Job(session, session.proposal_row(), session.extend_draft) for session in proposing])
+            self._run([self._proposing(session) for session in proposing])
         else:
             return self._run(self._preparing())
         return True
@@ -86,7 +85,7 @@ class ModelDrafter:
             session.open_slot()
             count = min(budget, session.unread)
             if count > 0:
-                jobs.append(Job(session, session.reading_row(count)))
+                jobs.append(Job(session, [session.reading_row(count)], [[]], lambda picks: None))
                 budget -= count
         return jobs
 
@@ -96,37 +95,42 @@ class ModelDrafter:
             other is not session and other.slot is not None and other.text == session.text for other in sessions
         )
 
+    def _proposing(self, session: ModelSession) -> Job:
+        return Job(session, [session.proposal_row()], [[session.proposal_context()]], session.extend_draft)
+
     def _preparing(self) -> list[Job]:
         jobs = []
         for session in self._sessions:
             preparation = session.preparation
             if preparation is None or preparation.is_finished:
                 continue
-            row = preparation.row()
-            if row is not None:
-                jobs.append(Job(session, row, preparation.take))
+            rows, contexts = preparation.rows()
+            if rows:
+                jobs.append(Job(session, rows, contexts, preparation.take))
         return jobs
 
     def _run(self, jobs: list[Job]) -> bool:
         if not jobs:
             return False
         started = time.perf_counter()
-        logits = self._engine.forward([job.row for job in jobs])
+        rows = [row for job in jobs for row in job.rows]
+        logits = self._engine.forward(rows)
         self.counters.forwards += 1
-        self.counters.forward_rows += len(jobs)
-        self.counters.forward_tokens += sum(len(job.row.token_ids) for job in jobs)
-        for job, rows in zip(jobs, logits, strict=True):
-            if job.take is not None:
-                self._take(job.session, job.take, rows)
+        self.counters.forward_rows += len(rows)
+        self.counters.forward_tokens += sum(len(row.token_ids) for row in rows)
+        picks = iter(self._picker.pick(logits, [contexts for job in jobs for contexts in job.contexts]))
+        for job in jobs:
+            self._take(job, [pick for _ in job.rows for pick in next(picks)])
         elapsed = time.perf_counter() - started
         for job in jobs:
             job.session.add_compute(elapsed)
         return True
 
-    def _take(self, session: ModelSession, take: Callable[[Tensor], None], logits: Tensor) -> None:
-        try:
-            take(logits)
-        except ValueError as error:
-            # Parameters can leave no token to draw; that ends drafting for one session and not the server.
-            logger.warning("drafting for a session ends: %s", error)
-            session.give_up()
+    def _take(self, job: Job, picks: Sequence[Pick | None]) -> None:
+        drawn = [pick for pick in picks if pick is not None]
+        if len(drawn) == len(picks):
+            job.take(drawn)
+            return
+        # Parameters can leave no token to draw; that ends drafting for one session and not the server.
+        logger.warning("drafting for a session ends: no token is left to draw, or the logits are not numbers")
+        job.session.give_up()

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from draft_service.drafter import Counters, Emit, Opening, Prepared, Proposal
 from draft_service.ngram import NgramIndex
-from draft_service.outcomes import History, likely_outcomes
-from draft_service.picking import Candidates, Context, Draft, Picker
-from foredraft.engine.engine import Engine, Node, Row, Slot
+from draft_service.outcomes import History
+from draft_service.picking import Context, Draft, Pick
+from draft_service.preparation import Branch, Preparation, common_length, tail
+from foredraft.engine.engine import Engine, Row, Slot
 
 
 @dataclass(slots=True)
@@ -39,20 +38,18 @@ class ModelSession:
         opening: Opening,
         emit: Emit,
         engine: Engine,
-        picker: Picker,
         branches: int,
         counters: Counters,
         index: NgramIndex | None = None,
     ) -> None:
         self.opening = opening
-        self.text = opening.text
+        self.text = list(opening.text)
         self.draft = Draft()
         self.slot: Slot | None = None
         self.request: Request | None = None
         self.preparation: Preparation | None = None
         self.history = History()
         self.engine = engine
-        self.picker = picker
         self.branches = branches
         self.closed = False
         self._gave_up = False
@@ -69,7 +66,7 @@ class ModelSession:
             self._answer(self.request)
         unchanged = self.text[base:] == token_ids
         branch = self._end_preparation(base, token_ids, wanted=max_tokens > 0)
-        self.text = [*self.text[:base], *token_ids]
+        self.text[base:] = token_ids
         if not unchanged:
             self.draft = Draft() if branch is None else branch.draft
             self._follow(base, token_ids, [] if branch is None else branch.path)
@@ -87,6 +84,8 @@ class ModelSession:
         limit = min(max_tokens, self.room(base + 1), self.engine.tree_size)
         fits = base + len(token_ids) <= self.engine.max_model_len
         self.preparation = Preparation(self, round_id, token_ids, limit) if limit > 0 and fits else None
+        if self.preparation is not None and self.request is None:
+            self.preparation.begin()
 
     def close(self) -> None:
         """See DraftSession."""
@@ -136,7 +135,7 @@ class ModelSession:
         return Row(slot, self.text[len(slot.tokens) :][:count], [])
 
     def proposal_row(self) -> Row:
-        """What text and draft have beyond the slot; the logits after the last token are for `extend_draft`."""
+        """What text and draft have beyond the slot; the token after the last is for `extend_draft`."""
         slot = self.open_slot()
         known = len(self.text) + len(self.draft.tokens)
         if len(slot.tokens) >= known:
@@ -146,17 +145,28 @@ class ModelSession:
 
     def look_up(self, after: list[int], limit: int) -> Draft | None:
         """The draft of at most `limit` tokens after text and `after`, if their last tokens have come before."""
-        if self._index is None or limit <= 0:
-            return None
-        self._index.extend(after)
-        tokens = self.opening.until_end(self._index.continuation(limit))
-        self._index.truncate(len(self.text))
+        tokens = self.opening.until_end(self._repeated(after, limit))
         return Draft.looked_up(tokens, needs_q=self.opening.needs_q) if tokens else None
 
-    def extend_draft(self, logits: Tensor) -> None:
-        """Draw the next draft token from `logits` [1, V]."""
-        context = Context(self.text, self.draft.tokens, len(self.text))
-        self.picker.extend(logits, self.opening, [context], [self.draft])
+    def foreseen(self, after: list[int]) -> int | None:
+        """The token after text and `after` if the text goes on repeating itself."""
+        return next(iter(self._repeated(after, 1)), None)
+
+    def _repeated(self, after: list[int], limit: int) -> list[int]:
+        if self._index is None or limit <= 0:
+            return []
+        self._index.extend(after)
+        tokens = self._index.continuation(limit)
+        self._index.truncate(len(self.text))
+        return tokens
+
+    def proposal_context(self) -> Context:
+        """What the draft's next token follows."""
+        return Context(self.opening, self.text, self.draft.tokens, len(self.text))
+
+    def extend_draft(self, picks: Sequence[Pick]) -> None:
+        """Append the one token of `picks` to the draft."""
+        self.draft.append(picks[0])
 
     def add_compute(self, seconds: float) -> None:
         """Count a pass that worked for the request, and answer it if it is done."""
@@ -226,139 +236,3 @@ class ModelSession:
     def _drop_tree(self) -> None:
         if self.slot is not None:
             self.engine.drop_tree(self.slot)
-
-
-@dataclass(eq=False, slots=True)
-class Branch:
-    """The continuation for one verdict. `text` is final if it comes; `path` are the branch's nodes in the tree.
-
-    A continuation that was looked up has no nodes.
-    """
-
-    accepted: int
-    text: list[int]
-    limit: int
-    draft: Draft = field(default_factory=Draft)
-    path: list[int] = field(default_factory=list)
-
-    @property
-    def next_token(self) -> int:
-        """The verdict's next token."""
-        return self.text[-1]
-
-    def context(self, text: Sequence[int]) -> Context:
-        """What the branch's next token follows, as `text` and what comes after it."""
-        return Context(text, [*self.text[len(text) :], *self.draft.tokens], len(self.text))
-
-
-class Preparation:
-    """Answers to the likely verdicts on the round of `drafted` tokens after the session's text.
-
-    First the tokens of the round are read as far as what may follow them is not known. Then the likeliest verdicts get
-    a branch of the slot's tree each, and every pass draws one more token for all that are not finished.
-    """
-
-    def __init__(self, session: ModelSession, round_id: int, drafted: list[int], limit: int) -> None:
-        self.round_id = round_id
-        self.drafted = drafted
-        self.branches: list[Branch] = []
-        self.active: list[Branch] = []
-        self.is_planned = False
-        self._session = session
-        self._limit = limit
-        self._candidates: list[Candidates] = []
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether there is nothing left to do."""
-        return self.is_planned and not self.active
-
-    def branch(self, accepted: list[int], next_token: int) -> Branch | None:
-        """What was prepared for this verdict: at least one token, or None."""
-        if accepted != self.drafted[: len(accepted)]:
-            return None
-        verdict = (len(accepted), next_token)
-        return next((b for b in self.branches if b.draft.tokens and (b.accepted, b.next_token) == verdict), None)
-
-    def row(self) -> Row | None:
-        """The tokens for the next pass, whose logits are for `take`; None if nothing is left to do."""
-        if not self.is_planned:
-            row = self._round_row()
-            if row is not None:
-                return row
-            self._plan()
-        return self._branches_row() if self.active else None
-
-    def take(self, logits: Tensor) -> None:
-        """Use the logits [R, V] of the last row: to choose the verdicts, or to draw their branches' next tokens."""
-        session = self._session
-        if not self.is_planned:
-            counts = range(len(self._candidates), len(self.drafted) + 1)
-            contexts = [Context(session.text, self.drafted[:count], len(session.text)) for count in counts]
-            self._candidates += session.picker.candidates(logits, session.opening, contexts)
-            self._plan()
-            return
-        contexts = [branch.context(session.text) for branch in self.active]
-        session.picker.extend(logits, session.opening, contexts, [branch.draft for branch in self.active])
-        self._push_done()
-
-    def _round_row(self) -> Row | None:
-        """What must be read to know what may follow each token of the round; None if drafting has told all of it."""
-        session, base = self._session, len(self._session.text)
-        agreed = common_length(session.draft.tokens, self.drafted)
-        self._candidates = session.draft.candidates[: agreed + 1]
-        if len(self._candidates) > len(self.drafted):
-            return None
-        session.draft.truncate(agreed)  # the slot will hold the round's tokens instead
-        slot = session.open_slot()
-        first = base + len(self._candidates) - 1
-        agreed = base + common_length(slot.tokens[base:], self.drafted)
-        session.engine.rollback(slot, min(len(slot.tokens), agreed, first))
-        token_ids = tail(session.text, self.drafted, len(slot.tokens))
-        missing = len(self.drafted) + 1 - len(self._candidates)
-        return Row(slot, token_ids, range(len(token_ids) - missing, len(token_ids)))
-
-    def _plan(self) -> None:
-        session = self._session
-        outcomes = likely_outcomes(
-            session.opening,
-            len(session.text),
-            self.drafted,
-            self._candidates,
-            session.history,
-            min(session.branches, session.engine.tree_size // self._limit),
-        )
-        for outcome in outcomes:
-            text = [*session.text, *self.drafted[: outcome.accepted], outcome.next_token]
-            limit = min(self._limit, session.room(len(text)))
-            if limit > 0:
-                draft = session.look_up(text[len(session.text) :], limit) or Draft()
-                self.branches.append(Branch(outcome.accepted, text, limit, draft))
-        self.active = list(self.branches)
-        self.is_planned = True
-        self._push_done()
-
-    def _push_done(self) -> None:
-        done = [branch for branch in self.active if self._session.is_done(branch.draft, branch.limit)]
-        for branch in done:
-            self._session.emit_branch(self.round_id, branch)
-        self.active = [branch for branch in self.active if branch not in done]
-
-    def _branches_row(self) -> Row:
-        """The last token of every active branch."""
-        slot = self._session.open_slot()
-        token_ids = [branch.draft.tokens[-1] if branch.draft.tokens else branch.next_token for branch in self.active]
-        nodes = [Node(len(branch.text) - 1, branch.path[-1] if branch.path else -1) for branch in self.active]
-        for node, branch in enumerate(self.active, start=len(slot.tree_tokens)):
-            branch.path.append(node)
-        return Row(slot, token_ids, range(len(token_ids)), nodes)
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two texts have in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def tail(text: list[int], drafted: list[int], start: int) -> list[int]:
-    """The tokens of text and draft from index `start` on."""
-    return [*text[start:], *drafted[max(0, start - len(text)) :]]

@@ -3,12 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from itertools import zip_longest
 
 from draft_service.drafter import Opening
 from draft_service.picking import Candidates
-from foredraft.sampling.noise import gumbel
 
 # What is believed before a session has shown anything: three of four draft tokens are accepted.
 PRIOR_ACCEPTED = 3.0
@@ -17,10 +15,10 @@ PRIOR_SEEN = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A possible verdict, and the estimated probability that it comes."""
+    """A possible verdict, and the estimated probability that it comes. No next token: it is not known yet."""
 
     accepted: int
-    next_token: int
+    next_token: int | None
     probability: float
 
 
@@ -52,45 +50,40 @@ class History:
 
 
 def likely_outcomes(
-    opening: Opening,
-    base: int,
-    drafted: Sequence[int],
-    candidates: Sequence[Candidates],
-    history: History,
-    count: int,
+    opening: Opening, drafted: Sequence[int], candidates: Sequence[Candidates], history: History, count: int
 ) -> list[Outcome]:
     """The `count` likeliest verdicts after which the text goes on, likeliest first.
 
     `candidates` has a row for each of the `drafted` tokens, whose alternatives replace it if it is refused, and one
-    for the token after all of them. The shares of the candidates of a position are a softmax of their scores: under
-    coupled sampling log q + G, since the target draws with the same noise, else log q.
+    for the token after all of them; the last rows may be missing: then the positions known tell how likely outcomes
+    there are. The shares of the candidates of a position are a softmax of their scores.
     """
-    scores = _scores(opening, base, candidates)
+    guess = _mean_by_rank([_shares(row) for row in candidates]) if len(candidates) <= len(drafted) else []
     outcomes = []
-    for accepted, (row, odds) in enumerate(zip(candidates, history.odds(len(drafted)), strict=True)):
+    for accepted, odds in enumerate(history.odds(len(drafted))):
         refused = drafted[accepted] if accepted < len(drafted) else None
-        shares = _shares({t: s for t, s in zip(row.token_ids, scores[accepted], strict=True) if t != refused})
-        outcomes += [Outcome(accepted, t, odds * share) for t, share in shares.items() if not opening.ends(t)]
+        if accepted < len(candidates):
+            shares = _shares(candidates[accepted], without=refused).items()
+            outcomes += [Outcome(accepted, t, odds * share) for t, share in shares if not opening.ends(t)]
+        else:
+            # The one that is refused was the first.
+            left = guess if refused is None else guess[1:]
+            outcomes += [Outcome(accepted, None, odds * share / sum(left)) for share in left if share > 0]
         if refused is not None and opening.ends(refused):
             break
     return sorted(outcomes, key=lambda outcome: -outcome.probability)[:count]
 
 
-def _scores(opening: Opening, base: int, candidates: Sequence[Candidates]) -> list[list[float]]:
-    params = opening.params
-    if opening.needs_q or params.temperature == 0:
-        return [row.logits for row in candidates]
-    token_ids = torch.tensor([row.token_ids for row in candidates])
-    positions = torch.arange(base, base + len(candidates))[:, None]
-    noise = gumbel(params.seed, opening.sample_index, positions, token_ids)
-    scores: list[list[float]] = (torch.tensor([row.logits for row in candidates]) + noise).tolist()
-    return scores
-
-
-def _shares(scores: dict[int, float]) -> dict[int, float]:
-    """The softmax of the finite scores."""
-    finite = {token: score for token, score in scores.items() if score > -math.inf}
+def _shares(candidates: Candidates, *, without: int | None = None) -> dict[int, float]:
+    """The softmax of the finite scores, by token, highest first."""
+    scores = zip(candidates.token_ids, candidates.scores, strict=True)
+    finite = {token: score for token, score in scores if token != without and score > -math.inf}
     highest = max(finite.values(), default=0.0)
     weights = {token: math.exp(score - highest) for token, score in finite.items()}
     total = sum(weights.values())
     return {token: weight / total for token, weight in weights.items()}
+
+
+def _mean_by_rank(rows: Sequence[dict[int, float]]) -> list[float]:
+    """The mean share of the first, second, ... candidate."""
+    return [sum(shares) / len(rows) for shares in zip_longest(*(row.values() for row in rows), fillvalue=0.0)]

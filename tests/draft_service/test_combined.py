@@ -114,18 +114,36 @@ def test_q_is_certain_of_what_was_looked_up(
     assert supports >= {params.q_support}
 
 
-def test_a_verdict_that_the_text_goes_on_repeating_is_answered_without_drafting(
-    combined: CombinedDrafter, drafter: ModelDrafter, engine: Engine
+def test_the_verdict_that_the_text_goes_on_repeating_is_answered_at_once_and_only_once(
+    combined: CombinedDrafter, drafter: ModelDrafter
 ) -> None:
-    params = replace(COUPLED, logit_bias={75: 50.0})
-    client = Client(combined, opening(params, REPEATING))
-    finish(drafter)
+    client = Client(combined, opening(replace(COUPLED, logit_bias={75: 50.0}), REPEATING))
     client.verifying(1, [72, 73, 74], 3)
-    forwards = engine.forwards
-    drafter.step()  # the tokens of the round
-    assert engine.forwards == forwards + 1
-    answer = client.prepared()[0]
+    (answer,) = client.prepared()
     assert (answer.accepted, answer.next_token, answer.token_ids) == (3, 75, [76, 70, 71])
+    finish(drafter)
+    assert all((answer.accepted, answer.next_token) != (3, 75) for answer in client.prepared())
+
+
+def test_a_verdict_after_which_the_text_repeats_itself_is_answered_at_once_if_its_token_is_known(
+    combined: CombinedDrafter, drafter: ModelDrafter
+) -> None:
+    # The model drafts 80 with the alternative 71, after which the text has gone on before.
+    params = replace(PARAMETERS["greedy"], logit_bias={80: 100.0, 71: 90.0})
+    client = Client(combined, opening(params, [70, 71, 72, 73, 74, 90, 70]))
+    client.commit([], k=1)
+    finish(drafter)
+    assert client.proposal().token_ids == [80]
+    client.verifying(1, [80], 3)
+    (answer,) = client.prepared()
+    assert (answer.accepted, answer.next_token, answer.token_ids) == (0, 71, [72, 73, 74])
+
+
+def test_nothing_is_answered_after_a_round_that_ends_the_text(combined: CombinedDrafter) -> None:
+    client = Client(combined, opening(replace(COUPLED, stop_token_ids=(73,)), REPEATING))
+    client.verifying(1, [72, 73], 3)
+    client.verifying(2, [72], 3)
+    assert client.prepared() == []
 
 
 def test_after_a_hit_on_what_was_looked_up_the_model_reads_it_before_it_drafts(

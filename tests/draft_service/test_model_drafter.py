@@ -88,10 +88,12 @@ def test_a_hit_computes_nothing_again(drafter: ModelDrafter, engine: Engine) -> 
     again = client.proposal()
     assert (again.token_ids, again.prepared_count) == (answer.token_ids, len(answer.token_ids))
     assert engine.computed_tokens == computed
-    # Of the next round only the last draft token has never been run.
+    # Of the next round only the last draft token has never been run; with it the first tokens of answers are drafted.
     client.verifying(2, answer.token_ids, 4)
+    assert client.session.preparation is not None
+    started = len(client.session.preparation.branches)
     drafter.step()
-    assert engine.computed_tokens == computed + 1
+    assert engine.computed_tokens == computed + 1 + started
     counters = drafter.counters
     assert (counters.hits, counters.misses, counters.used_tokens) == (1, 0, len(answer.token_ids))
 
@@ -146,8 +148,7 @@ def test_a_branch_cut_short_is_continued_by_the_proposal_for_its_verdict(
     drafter: ModelDrafter, engine: Engine, draft: Reference
 ) -> None:
     client, proposal = announced(drafter)
-    drafter.step()  # the last token of the round
-    drafter.step()  # one token for every branch
+    drafter.step()  # the last token of the round, and one token for every branch that begins before it
     assert client.session.preparation is not None
     branch = client.session.preparation.branches[0]
     forwards = engine.forwards
@@ -163,12 +164,43 @@ def test_a_branch_cut_short_is_returned_at_its_length_if_no_proposal_is_wanted(d
     client, proposal = announced(drafter)
     drafter.step()
     drafter.step()
-    drafter.step()
     assert client.session.preparation is not None
     branch = client.session.preparation.branches[0]
     client.commit([*proposal.token_ids[: branch.accepted], branch.next_token], k=0)
     (prepared,) = client.prepared()
     assert (prepared.accepted, prepared.next_token, len(prepared.token_ids)) == (branch.accepted, branch.next_token, 2)
+
+
+@pytest.mark.parametrize("name", ["coupled", "greedy", "rejection"])
+def test_answers_take_as_many_passes_as_tokens_and_one_more_if_all_is_accepted(
+    name: str, drafter: ModelDrafter, engine: Engine
+) -> None:
+    client, proposal = announced(drafter, replace(PARAMETERS[name], ignore_eos=True))
+    k = len(proposal.token_ids)
+    forwards = engine.forwards
+    for _ in range(k):
+        drafter.step()
+    assert engine.forwards == forwards + k
+    refused = client.prepared()
+    assert refused
+    assert all(answer.accepted < k and len(answer.token_ids) == 4 for answer in refused)
+    finish(drafter)
+    assert engine.forwards == forwards + k + 1
+    late = client.prepared()
+    assert any(answer.accepted == k for answer in late)
+    assert all(len(answer.token_ids) == 4 for answer in late)
+    assert len(refused) + len(late) == BRANCHES
+
+
+def test_a_round_that_is_the_beginning_of_a_longer_draft_needs_no_pass_of_its_own(
+    drafter: ModelDrafter, engine: Engine
+) -> None:
+    client, proposal = announced(drafter)
+    client.verifying(2, proposal.token_ids[:2], 3)
+    forwards = engine.forwards
+    finish(drafter)
+    assert engine.forwards == forwards + 3
+    assert {answer.accepted for answer in client.prepared()} >= {2}
 
 
 def test_all_branches_of_all_sessions_advance_in_one_pass(drafter: ModelDrafter, engine: Engine) -> None:

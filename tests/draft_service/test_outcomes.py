@@ -16,8 +16,10 @@ def candidates(*rows: dict[int, float]) -> list[Candidates]:
     return [Candidates(list(row), [math.log(share) if share else -math.inf for share in row.values()]) for row in rows]
 
 
-def verdicts(params: SamplingParams, drafted: list[int], rows: list[Candidates], count: int) -> list[tuple[int, int]]:
-    outcomes = likely_outcomes(opening(params), 12, drafted, rows, History(), count)
+def verdicts(
+    params: SamplingParams, drafted: list[int], rows: list[Candidates], count: int
+) -> list[tuple[int, int | None]]:
+    outcomes = likely_outcomes(opening(params), drafted, rows, History(), count)
     assert sorted((outcome.probability for outcome in outcomes), reverse=True) == [o.probability for o in outcomes]
     return [(outcome.accepted, outcome.next_token) for outcome in outcomes]
 
@@ -48,3 +50,9 @@ def test_nothing_is_expected_after_the_end_of_the_text() -> None:
     rows = candidates({EOS: 0.6, 8: 0.4}, {7: 1.0})
     assert verdicts(GREEDY, [EOS], rows, 9) == [(0, 8)]
     assert verdicts(GREEDY, [8], rows, 9) == [(1, 7)]
+
+
+def test_places_are_kept_for_likely_verdicts_whose_token_is_not_known_yet() -> None:
+    rows = candidates({7: 0.9, 8: 0.06, 9: 0.04})
+    assert verdicts(GREEDY, [7], rows, 3) == [(1, None), (0, 8), (0, 9)]
+    assert verdicts(GREEDY, [7], [], 3) == []
