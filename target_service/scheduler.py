@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.engine import Engine, Row, Slot
-from foredraft.sampling.coupled import greedy
+from foredraft.sampling.coupled import Place, greedy, rank_rows
 from foredraft.sampling.logprobs import token_logprobs
+from foredraft.sampling.params import Method
 from foredraft.sampling.proposal import SparseQ
 from foredraft.sampling.verification import coupled_verification, verify
 from foredraft.sampling.warpers import warp
@@ -173,9 +174,7 @@ class Scheduler:
                 rounds.append(_Round(piece.job, rows, self._warped(piece.job, rows)))
             else:
                 piece.job.compute_s += time.perf_counter() - started
-        by_argmax = [one for one in rounds if one.job.session.params.temperature == 0]
-        for one, draws in zip(by_argmax, greedy([one.warped for one in by_argmax]), strict=True):
-            one.draws = draws
+        _draw_together(rounds)
         for one in rounds:
             one.job.reply(self._answer(one, started))
         self._answered = [one.job.session for one in rounds if not one.job.session.finish_reason]
@@ -300,3 +299,27 @@ class Scheduler:
             batch_rows=self.counters.last_batch_rows,
             batch_tokens=self.counters.last_batch_tokens,
         )
+
+
+def _draw_together(rounds: Sequence[_Round]) -> None:
+    """Draw for all coupled rounds at once; others, and those that leave nothing to draw, stay as they are."""
+    by_argmax = [one for one in rounds if one.job.session.params.temperature == 0]
+    for one, draws in zip(by_argmax, greedy([one.warped for one in by_argmax]), strict=True):
+        one.draws = draws
+    coupled = [
+        one
+        for one in rounds
+        if one.job.session.params.temperature > 0 and one.job.session.params.method is Method.COUPLED
+    ]
+    if len(coupled) < 2:
+        return
+    places = [
+        Place(one.job.session.params.seed, one.job.session.sample_index, len(one.job.session.text) + i)
+        for one in coupled
+        for i in range(len(one.warped))
+    ]
+    ids, scores = rank_rows(torch.cat([one.warped for one in coupled]), places, count=1)
+    tokens = torch.where(scores[:, 0] > -torch.inf, ids[:, 0], -1)
+    for one, draw in zip(coupled, tokens.cpu().split_with_sizes([len(o.warped) for o in coupled]), strict=True):
+        drawn = draw.tolist()
+        one.draws = None if -1 in drawn else drawn

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foredraft.engine.engine import Engine
-from foredraft.sampling.params import SamplingParams
+from foredraft.sampling.params import Method, SamplingParams
 from foredraft.serving.errors import RequestError
 from target_service import scheduler as scheduler_module
 from target_service.scheduler import Scheduler
@@ -235,3 +235,46 @@ def test_parameters_that_leave_no_token_end_their_session_and_no_other() -> None
     bench.finish()
     assert isinstance(bench.verdicts[bad][0], RequestError)
     assert isinstance(bench.verdicts[good][0], Verdict)
+
+
+def test_rounds_drawn_together_get_the_verdicts_they_get_alone() -> None:
+    def sampled(seed: int, temperature: float, **params: object) -> Session:
+        chosen = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=30, **params)
+        return Session(prompt(4, first=10 * seed), 4, seed, chosen)
+
+    def make() -> list[Session]:
+        return [
+            sampled(1, 0.7),
+            sampled(2, 1.3, top_k=5),
+            sampled(3, 0),
+            sampled(4, 1.0, method=Method.REJECTION),
+            sampled(5, 1.0, repetition_penalty=1.3),
+        ]
+
+    alone, together, bench = make(), make(), Bench(max_sessions=5)
+    for each in alone:
+        single = Bench(max_sessions=1)
+        while len(each.text) < 4 + 12:
+            single.submit(each, draft=[] if len(each.text) == 4 else [5, 6])
+            single.finish()
+    while any(len(each.text) < 4 + 12 for each in together):
+        for each in together:
+            bench.submit(each, draft=[] if len(each.text) == 4 else [5, 6])
+        rows, _ = bench.step()
+        bench.finish()
+    assert rows == 5
+    assert [each.text[: 4 + 12] for each in together] == [each.text[: 4 + 12] for each in alone]
+
+
+def test_a_round_that_leaves_nothing_to_draw_ends_alone() -> None:
+    bench = Bench()
+    fine, tiny_temperature = (
+        session(prompt(4)),
+        Session(prompt(4), 4, 0, SamplingParams(temperature=5e-324, repetition_penalty=5e-324, max_new_tokens=9)),
+    )
+    other = Session(prompt(4), 4, 0, SamplingParams(temperature=1.0, max_new_tokens=9))
+    for each in (fine, tiny_temperature, other):
+        bench.submit(each)
+    bench.finish()
+    assert isinstance(bench.verdicts[tiny_temperature][0], RequestError)
+    assert all(isinstance(bench.verdicts[each][0], Verdict) for each in (fine, other))
