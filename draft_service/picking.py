@@ -1,6 +1,6 @@
 """From raw logits to draft tokens: the same warpers and the same noise as the target's, along every continuation.
 
-All rows of a pass are looked at together where their parameters allow it: at many sessions, small operations would take
+Rows of a pass are looked at together where their parameters allow it: at many sessions, small operations would take
 longer than the pass, and each would have to be waited for on a GPU.
 """
 
@@ -16,6 +16,9 @@ from draft_service.drafter import Opening
 from foredraft.sampling.coupled import Place, rank_rows
 from foredraft.sampling.proposal import SparseQ, one_hot, propose
 from foredraft.sampling.warpers import warp_branches
+
+# More rows than this at once leave a processor's cache between one operation and the next, and are slower so.
+ROWS_ON_CPU = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,18 @@ class Picker:
         Returns:
             As many picks; None where parameters or logits leave no token to draw.
         """
+        picks: list[list[Pick | None]] = []
+        start, rows = 0, 0
+        for stop in range(1, len(contexts) + 1):
+            rows += len(contexts[stop - 1])
+            if stop == len(contexts) or (logits[stop].is_cpu and rows + len(contexts[stop]) > ROWS_ON_CPU):
+                picks += self._pick_together(logits[start:stop], contexts[start:stop])
+                start, rows = stop, 0
+        return picks
+
+    def _pick_together(
+        self, logits: Sequence[Tensor], contexts: Sequence[Sequence[Context]]
+    ) -> list[list[Pick | None]]:
         groups: dict[Hashable, list[int]] = {}
         for i, rows in enumerate(contexts):
             if rows:
