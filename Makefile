@@ -10,10 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test install-test demo lint format stubs breaking pins clean
+.PHONY: test soak install-test demo lint format stubs breaking pins clean
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest
+
+# Faults and cancelled sessions in large numbers, for minutes.
+soak: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -s -m soak
 
 # Installs what the images have into new environments; downloads torch.
 install-test: $(INSTALLED)

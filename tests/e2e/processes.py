@@ -5,11 +5,13 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 READY_TIMEOUT = 240.0
 
@@ -27,13 +29,28 @@ class Server:
     def __init__(self, command: str, log: Path, listen_option: str, **options: Any) -> None:
         options = {listen_option: f"127.0.0.1:{free_port()}", **options}
         self.address = str(options[listen_option])
+        self.metrics_address = str(options.get(listen_option.replace("listen", "metrics_listen"), ""))
         flags = [part for name, value in options.items() for part in _flag(name, value)]
         self.log = log
+        self._command = [sys.executable, "-m", "foredraft.cli", command, *flags]
+        log.write_bytes(b"")
+        self.start()
+
+    def start(self) -> None:
+        """Start a process with the same options; the one before must have ended."""
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "foredraft.cli", command, *flags], stderr=file, stdout=file, env=environment
-            )
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(self._command, stderr=file, stdout=file, env=environment)
+
+    def metrics(self) -> dict[str, float]:
+        """Values by name; those of one name with different labels are summed. `*_metrics_listen` must be given."""
+        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                values[sample.name] = values.get(sample.name, 0) + sample.value
+        return values
 
     def wait_ready(self) -> "Server":
         """Return when the health service says SERVING; raise RuntimeError with the log if the process ends before."""
