@@ -105,6 +105,8 @@ class Backends:
 
     async def fetch_tokenizer(self) -> dict[str, bytes]:
         """The target's tokenizer files by name."""
+        while not self.targets.usable:  # It may have gone while the drafts were waited for.
+            await self.targets.wait()
         files: dict[str, bytes] = {}
         stub = self.targets.usable[0].stub
         async for part in stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT):
@@ -137,16 +139,17 @@ class Backends:
         return Draft(model, list(response.drafters))
 
     async def _difference(self, stub: draft_pb2_grpc.DraftServiceAsyncStub, draft: common_pb2.Model) -> str:
-        """Say in a sentence where the two vocabularies differ first."""
-        target = self.target_model
-        ours, theirs = await asyncio.gather(_vocabulary(self.targets.usable[0].stub), _vocabulary(stub))
-        pairs = enumerate(zip(ours, theirs, strict=False))
-        first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-        a, b = (repr(tokens[first]) if first < len(tokens) else "missing" for tokens in (ours, theirs))
+        """Say in a sentence that the two vocabularies differ and, if a target can be asked, where they do first."""
+        target, where = self.target_model, ""
+        if self.targets.usable:
+            ours, theirs = await asyncio.gather(_vocabulary(self.targets.usable[0].stub), _vocabulary(stub))
+            pairs = enumerate(zip(ours, theirs, strict=False))
+            first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+            a, b = (repr(tokens[first]) if first < len(tokens) else "missing" for tokens in (ours, theirs))
+            where = f": token {first} is {a} for the target and {b} for the draft"
         return (
             f"the draft {draft.name} (vocabulary {draft.vocabulary_hash[:12]}) does not fit the target {target.name} "
-            f"(vocabulary {target.vocabulary_hash[:12]}): token {first} is {a} for the target and {b} for the draft; "
-            "choose a draft with the target's tokenizer"
+            f"(vocabulary {target.vocabulary_hash[:12]}){where}; choose a draft with the target's tokenizer"
         )
 
 

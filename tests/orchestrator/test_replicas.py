@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from foredraft.config import OrchestratorSettings
-from foredraft.v1 import draft_pb2_grpc, generation_pb2, target_pb2_grpc
+from foredraft.v1 import draft_pb2_grpc, generation_pb2, target_pb2, target_pb2_grpc
 from orchestrator import replicas as module
 from orchestrator.backends import Backends
 from orchestrator.decode import Decoder
@@ -257,3 +257,32 @@ async def test_a_session_moves_when_its_target_drains_even_if_another_was_refuse
 
         assert await decoding.decode(200, each=drain, mode=generation_pb2.MODE_PLAIN) == expected(200)
     assert len(other.rounds) > 100
+
+
+async def test_a_draft_that_does_not_fit_is_told_apart_while_no_target_can_be_asked_and_may_be_replaced(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNFIT_INTERVAL", 0.02)
+    draft = ScriptedDraft()
+    address = f"unix:{servers._directory}/1"
+    async with Decoding(target=await servers.target(ScriptedTarget()), draft=address) as decoding:
+        backends = decoding.backends
+        (target,) = backends.targets.usable
+        draft.model.vocabulary_hash = "another"
+        target.admitted = None
+        assert await servers.draft(draft) == address
+        await settled(lambda: backends.drafts.all[address].unfit)
+        assert "does not fit" in backends.drafts.reason
+        draft.model.vocabulary_hash = "v"
+        await settled(lambda: bool(backends.drafts.usable))
+
+
+async def test_the_tokenizer_is_waited_for_if_the_target_goes_before_it_gave_it(servers: Servers) -> None:
+    class WithTokenizer(ScriptedTarget):
+        async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
+            yield target_pb2.GetTokenizerResponse(file_name="tokenizer.json", data=b"{}")
+
+    async with Decoding(target=await servers.target(WithTokenizer()), draft=None) as decoding:
+        targets = decoding.backends.targets
+        targets.failed(targets.usable[0], "went away")
+        assert await decoding.backends.fetch_tokenizer() == {"tokenizer.json": b"{}"}
