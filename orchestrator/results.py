@@ -226,6 +226,7 @@ def _values(message: Message) -> dict[str, Any]:
 
 
 def _name(enum: Any, value: int) -> str:
-    """A value of an enum as this module spells it: "MODE_PLAIN" is "plain"."""
+    """A value of an enum as this module spells it: "MODE_PLAIN" is "plain"; one of a newer server is "unspecified"."""
+    value = value if value in enum.values() else 0
     prefix = enum.Name(0).removesuffix("UNSPECIFIED")
     return str(enum.Name(value).removeprefix(prefix).lower())

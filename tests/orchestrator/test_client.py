@@ -7,9 +7,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from foredraft.v1 import common_pb2
+from foredraft.v1 import common_pb2, generation_pb2
 from orchestrator.client import AsyncClient, Client, GenerationError
 from orchestrator.decode import DecodeRequest, Emission
+from orchestrator.results import read_generated
 from tests.orchestrator.edge import EOS, MODEL, Edge, emission, saying, serving, soon, tokens
 
 
@@ -238,3 +239,11 @@ async def test_tokens_text_and_models_come_as_plain_values(client: AsyncClient, 
     assert await asyncio.to_thread(blocking.tokenize, "Hello") == tokenized
     assert await asyncio.to_thread(blocking.detokenize, tokenized.token_ids) == "Hello"
     assert await asyncio.to_thread(blocking.get_model) == models
+
+
+def test_enum_values_of_a_newer_server_count_as_unspecified() -> None:
+    completed = generation_pb2.Completed(finish_reason=99, statistics={"mode": 99})  # type: ignore[arg-type]
+    response = generation_pb2.GenerateResponse(completions=[generation_pb2.Completion(text="a", completed=completed)])
+    completion = read_generated(response).completions[0]
+    assert (completion.text, completion.finish_reason) == ("a", "unspecified")
+    assert completion.statistics.mode == "unspecified"
