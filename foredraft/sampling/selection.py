@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 _BLOCK = 16
+_MANY = 64
 
 
 def leading(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -23,16 +24,28 @@ def leading(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if scores.shape[1] % _BLOCK:
         scores = torch.nn.functional.pad(scores, (0, _BLOCK - scores.shape[1] % _BLOCK), value=-torch.inf)
     rows, columns = scores.shape
-    maxima = torch.nn.functional.max_pool1d(scores, _BLOCK)
+    # The maxima of blocks of distant entries are found several times faster, but their entries are gathered slower.
+    apart = count * _MANY <= columns
+    if apart:
+        blocks = scores.reshape(rows, _BLOCK, -1).transpose(1, 2)
+        maxima = blocks.amax(-1)
+    else:
+        blocks = scores.reshape(rows, -1, _BLOCK)
+        maxima = torch.nn.functional.max_pool1d(scores, _BLOCK)
     bound = scores.new_full((rows, 1), torch.finfo(scores.dtype).min)
     if count <= whole:
         # The count-th largest of the maxima of disjoint blocks is at most the count-th largest score.
         bound = torch.maximum(bound, maxima[:, :whole].topk(count, sorted=False).values.amin(-1, keepdim=True))
     # Only blocks are looked into that reach the bound; their maximum may also be NaN.
-    blocks = (~(maxima < bound)).flatten().nonzero().squeeze(-1)
-    entries = scores.reshape(-1, _BLOCK).index_select(0, blocks)
-    at, lanes = (entries >= bound.index_select(0, blocks // maxima.shape[1])).nonzero(as_tuple=True)
-    values, places = entries[at, lanes], blocks[at] * _BLOCK + lanes
+    row, block = (~(maxima < bound)).nonzero(as_tuple=True)
+    entries = blocks[row, block]
+    at, lanes = (entries >= bound[row]).nonzero(as_tuple=True)
+    values, places = entries[at, lanes], row[at] * columns
+    if apart:
+        places, order = (places + lanes * maxima.shape[1] + block[at]).sort()
+        values = values[order]
+    else:
+        places += block[at] * _BLOCK + lanes
     if not len(values):
         return scores.new_full((rows, 1), -torch.inf), places.new_zeros(rows, 1)
     if rows == 1:

@@ -51,6 +51,17 @@ def test_rows_together_equal_each_alone_and_shorter_ones_are_filled_up(select, c
         assert (values[i, len(alone) :] == -math.inf).all()
 
 
+@pytest.mark.parametrize("count", [1, 7, 20, 200])
+def test_a_few_of_a_large_vocabulary_are_those_of_a_sort(count):
+    row = torch.randn(1, 5001, generator=torch.Generator().manual_seed(0)).round(decimals=2)
+    values, ids = largest(row, count)
+    expected = row[0].sort(descending=True, stable=True)
+    assert torch.equal(values[0], expected.values[:count])
+    assert torch.equal(ids[0], expected.indices[:count])
+    selected_ids = leading(row, count)[1][0].tolist()
+    assert selected_ids == sorted(selected_ids)
+
+
 def test_leading_leaves_most_of_a_large_vocabulary_out():
     rows = torch.randn(1, 49_152, generator=torch.Generator().manual_seed(0))
     assert 1024 <= len(selected(leading(rows, 1024))[1]) < 1500
