@@ -231,7 +231,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             index,
             completed.usage.prompt_token_count,
             completed.usage.completion_token_count,
-            common_pb2.FinishReason.Name(completed.finish_reason),
+            finish_name(completed.finish_reason),
         )
         yield Event(completed=completed)
 
@@ -257,6 +257,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _default_mode(self) -> generation_pb2.Mode:
         return MODE_VALUES[self._settings.mode] if self._settings.speculation_enabled else generation_pb2.MODE_PLAIN
+
+
+def finish_name(reason: common_pb2.FinishReason) -> str:
+    """The name of a reason, which may come from a newer target."""
+    known = reason in common_pb2.FinishReason.values()
+    return common_pb2.FinishReason.Name(reason) if known else f"finish reason {reason}"
 
 
 def collect(event: Event, response: generation_pb2.GenerateResponse) -> None:

@@ -14,6 +14,7 @@ from foredraft.serving.logs import add_ids
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from orchestrator.backends import Draft
 from orchestrator.decode import DecodeRequest, Emission
+from orchestrator.service import finish_name
 from tests.orchestrator.edge import CONTEXT_LENGTH, EOS, Edge, emission, in_rounds, saying, serving, soon, tokens
 
 Request = generation_pb2.GenerateRequest
@@ -429,3 +430,8 @@ async def test_prompts_are_logged_only_if_asked_for(
     logged = [record for record in caplog.records if record.name == "orchestrator.service"]
     assert logged
     assert all(record.request_id == "mine" for record in logged)  # type: ignore[attr-defined]
+
+
+def test_a_finish_reason_of_a_newer_target_has_a_name() -> None:
+    assert finish_name(common_pb2.FINISH_REASON_EOS) == "FINISH_REASON_EOS"
+    assert finish_name(99) == "finish reason 99"  # type: ignore[arg-type]
