@@ -7,7 +7,8 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -29,6 +30,9 @@ from foredraft.config import (
 )
 
 Pin = Annotated[bool, typer.Option("--pin", help="Keep the target and the other two on CPU cores of their own.")]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="First measure for a minute or so whether speculation pays here, and say so.")
+]
 METRICS = ("metrics_listen", "target_metrics_listen", "draft_metrics_listen")
 HEALTH = {"target": "target_health", "draft": "draft_health", "orchestrator": "health"}
 COLOURS = {"target": "blue", "draft": "green", "orchestrator": "magenta"}
@@ -72,7 +76,7 @@ class Stack:
             name: with_port(str(options.get(f"{name}_listen") or f"unix:{self._directory.name}/{name}.sock"))
             for name in HEALTH.values()
         }
-        self._options = {
+        self.options = {
             **options,
             **self.metrics,
             **{f"{name}_listen": address for name, address in self._health.items()},
@@ -117,7 +121,7 @@ class Stack:
 
     def _child(self, name: str, command: str, address: str, cores: set[int] | None) -> Child:
         config = Path(self._directory.name) / "options.yaml"
-        config.write_text(json.dumps(self._options))
+        config.write_text(json.dumps(self.options))
         arguments = ["-m", "foredraft.cli", command, "--config", str(config), "--stop-with-parent"]
         return Child(name, [sys.executable, *arguments], address, cores, self._health[HEALTH[name]])
 
@@ -193,17 +197,18 @@ def up(
     flags: dict[str, Any],
     config: Config = None,
     pin: Pin = False,
+    measure: Measure = False,
 ) -> None:
     """Start target, draft and orchestrator on this machine. Without a draft model, the text's n-grams draft."""
     display = Display(Console(stderr=True))
     options = {**dict.fromkeys(METRICS, "127.0.0.1:0"), **collect(flags, config)}
     stack = Stack(options, pin=pin, on_line=display.on_line, on_state=display.on_state)
-    raise typer.Exit(asyncio.run(run(stack, display)))
+    raise typer.Exit(asyncio.run(run(stack, display, partial(measured, options, pin) if measure else None)))
 
 
-async def run(stack: Stack, display: Display) -> int:
-    """Run the stack until SIGINT, SIGTERM or the death of a service; returns the exit code."""
-    life = asyncio.create_task(live(stack, display))
+async def run(stack: Stack, display: Display, first: Callable[[], Awaitable[None]] | None) -> int:
+    """Run the stack, after `first`, until SIGINT, SIGTERM or the death of a service; returns the exit code."""
+    life = asyncio.create_task(live(stack, display, first))
     stopping = False
 
     def stop() -> None:
@@ -226,8 +231,12 @@ async def run(stack: Stack, display: Display) -> int:
     return 0
 
 
-async def live(stack: Stack, display: Display) -> None:
+async def live(stack: Stack, display: Display, first: Callable[[], Awaitable[None]] | None) -> None:
     """Start the stack and wait until a service dies (ChildError) or this is cancelled; stops all services."""
+    from foredraft.cli import advice
+
+    if first:
+        await first()
     with display.progress:
         async with stack:
             display.progress.stop()
@@ -235,4 +244,18 @@ async def live(stack: Stack, display: Display) -> None:
             if stack.metrics:
                 flags = (f"--{n.removesuffix('_listen').replace('_', '-')} {at}" for n, at in stack.metrics.items())
                 print(f"to watch it: foredraft top {' '.join(flags)}", flush=True)
+            if not first and (hint := advice.hint(stack.options)):
+                print(hint, flush=True)
             await stack.supervisor.wait()
+
+
+async def measured(options: Mapping[str, Any], pin: bool) -> None:
+    """Measure whether speculation pays here, and say so. Raises ChildError."""
+    from foredraft.cli import advice
+    from orchestrator.client import GenerationError
+
+    print("measuring whether speculation pays here ...", file=sys.stderr, flush=True)
+    try:
+        print(advice.advice(await advice.measure(options, pin=pin)), flush=True)
+    except GenerationError as error:
+        print(f"it could not be measured: {error}", file=sys.stderr, flush=True)
