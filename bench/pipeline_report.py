@@ -10,12 +10,15 @@ from rich.table import Table
 
 from bench import pair
 from bench.contestants import Run
-from bench.summary import Total, part
+from bench.report import shown, whiskered
+from bench.summary import Ratio, Total, part, per_prompt
+from bench.summary import ratio as speed_ratio
 from foredraft.emulation import Emulation
 
 LEGEND = """accepted: of the draft tokens that follow accepted ones; of bound: of the speed of the closed form for this
 acceptance, hit rate and k; over: what a round takes more than the target's pass, waiting for the draft left out; miss
-over: what waiting for the draft takes more than its k passes. In milliseconds."""
+over: what waiting for the draft takes more than its k passes. In milliseconds. In brackets: 95% interval of a paired
+bootstrap over texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class Measured:
     """One way to decode one stream. Speeds in tokens per second, overheads in milliseconds a round and a miss.
 
     `k` is the mean draft length, `acceptance` alpha and `hit_rate` h of the closed form, whose speed is `bound`.
+    `times_plain` has the interval of a bootstrap over texts.
     `same_text` says whether all texts are those of plain decoding.
     """
 
@@ -34,7 +38,7 @@ class Measured:
     hit_rate: float | None
     tokens_per_second: float
     bound: float
-    times_plain: float
+    times_plain: Ratio
     round_over_ms: float
     miss_over_ms: float | None
     same_text: bool
@@ -85,7 +89,7 @@ def measured(
         hit_rate=hit_rate,
         tokens_per_second=speed,
         bound=sum(count * emitted(alpha or 0.0, k) for k, count in lengths.items()) / bound_s,
-        times_plain=speed / (sum(run.timed_tokens for run in plain) / sum(run.seconds for run in plain)),
+        times_plain=speed_ratio(per_prompt(runs), per_prompt(plain)),
         round_over_ms=1e3 * (seconds - total.draft_wait - target_s) / rounds,
         miss_over_ms=None if miss_over is None else 1e3 * miss_over,
         same_text=all(run.token_ids == other.token_ids for run, other in zip(runs, plain, strict=True)),
@@ -152,7 +156,7 @@ def table(ratio: float, rows: Sequence[Measured]) -> Table:
             percent(row.hit_rate),
             f"{row.tokens_per_second:.1f}",
             percent(row.of_bound),
-            f"{row.times_plain:.2f}",
+            shown(row.times_plain),
             f"{row.round_over_ms:.2f}",
             "-" if row.miss_over_ms is None else f"{row.miss_over_ms:.2f}",
         )
@@ -184,8 +188,9 @@ def plot(rows: Sequence[Measured], file: Path) -> None:
     for panel, ratio in zip(panels, ratios, strict=True):
         own = [row for row in rows if row.ratio == ratio]
         names = [row.name for row in own]
-        panel.barh(names, [row.times_plain for row in own], color="#7aa6c2")
-        panel.plot([row.times_plain / row.of_bound for row in own], names, "k|", markersize=14, label="closed form")
+        whiskered(panel, names, [row.times_plain for row in own])
+        bounds = [row.times_plain.value / row.of_bound for row in own]
+        panel.plot(bounds, names, "k|", markersize=14, label="closed form")
         panel.set(title=f"c = {ratio:g}", xlabel="speed against plain")
     panels[0].invert_yaxis()
     panels[0].legend()

@@ -140,6 +140,9 @@ async def run(options: Options, texts: Sequence[str], console: Console) -> list[
                 "listen": "127.0.0.1:0",
                 "threads": threads,
                 "draft_threads": draft_threads,
+                # As many again may be closing.
+                "max_sessions": 2 * options.streams,
+                "draft_max_sessions": 2 * options.streams,
                 **drafting_options(options.target, options.draft, dtype),
             }
             written = {}

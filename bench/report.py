@@ -93,16 +93,21 @@ def plot(outcomes: Sequence[Outcome], file: Path) -> None:
     figure = Figure(figsize=(4 * len(outcomes) + 2, 3), layout="constrained")
     panels = figure.subplots(1, len(outcomes), sharey=True, squeeze=False)[0]
     for panel, outcome in zip(panels, outcomes, strict=True):
-        ratios = [one.times_plain for one in outcome.contestants]
-        ends = np.array([one.interval or (one.value, one.value) for one in ratios])
-        values = np.array([one.value for one in ratios])
-        # The interval of a bootstrap need not hold the value, but a whisker has no negative length.
-        whiskers = np.clip([values - ends[:, 0], ends[:, 1] - values], 0, None)
-        panel.barh([one.name for one in outcome.contestants], values, xerr=whiskers, color="#7aa6c2", capsize=3)
+        names = [one.name for one in outcome.contestants]
+        whiskered(panel, names, [one.times_plain for one in outcome.contestants])
         panel.axvline(1, color="black", linewidth=0.8)
         panel.set(title=f"temperature {outcome.temperature:g}", xlabel="speed against plain")
     panels[0].invert_yaxis()
     figure.savefig(file, dpi=150)
+
+
+def whiskered(panel: Any, names: Sequence[str], ratios: Sequence[Ratio]) -> None:
+    """Draw bars with their intervals in a panel of Matplotlib's."""
+    values = np.array([one.value for one in ratios])
+    ends = np.array([one.interval or (one.value, one.value) for one in ratios])
+    # The interval of a bootstrap need not hold the value, but a whisker has no negative length.
+    whiskers = np.clip([values - ends[:, 0], ends[:, 1] - values], 0, None)
+    panel.barh(names, values, xerr=whiskers, color="#7aa6c2", capsize=3)
 
 
 def _brief(run: Run) -> dict[str, Any]:
