@@ -32,6 +32,29 @@ def test_proposals_are_what_the_draft_model_samples_token_by_token(
             assert same_q(proposal.q, q)
 
 
+@pytest.mark.parametrize(
+    "names", [("coupled", "greedy", "warped", "rejection"), ("coupled", "coupled", "minimum length", "block warped")]
+)
+def test_sessions_that_share_a_pass_draft_by_their_own_parameters(
+    names: tuple[str, ...], drafter: ModelDrafter, engine: Engine, draft: Reference
+) -> None:
+    clients = [
+        Client(drafter, opening(replace(PARAMETERS[name], seed=seed, ignore_eos=True, stop_token_ids=())))
+        for seed, name in enumerate(names)
+    ]
+    finish(drafter)
+    forwards = engine.forwards
+    for client in clients:
+        client.commit([60], k=3)
+    finish(drafter)
+    assert engine.forwards == forwards + 3
+    for client in clients:
+        proposal = client.proposal()
+        tokens, q = draft.draft(client.opened, client.text, 3)
+        assert proposal.token_ids == tokens
+        assert same_q(proposal.q, q)
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_whatever_happens_every_answer_is_what_a_fresh_proposal_would_be(
     name: str, drafter: ModelDrafter, draft: Reference, target: Reference
