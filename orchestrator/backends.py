@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -95,6 +96,15 @@ class Backends:
         """What drafts, if any draft service can be used now."""
         usable = self.drafts.usable
         return usable[0].admitted if usable else None
+
+    @property
+    def target_room(self) -> float:
+        """How many more sessions the targets could take at once, as far as those of this process tell."""
+        return sum(
+            max(0, (replica.admitted.max_sessions or math.inf) - replica.sessions)
+            for replica in self.targets.all.values()
+            if replica.admitted is not None
+        )
 
     @property
     def degraded_reason(self) -> str:

@@ -46,6 +46,8 @@ class Decoder:
         self._backends = backends
         self._settings = settings
         self._costs = TargetCosts()
+        # Samples that have left a target that drains and have not reached another yet.
+        self._moving: set[int] = set()
         self._shared: dict[tuple[generation_pb2.Mode, common_pb2.Drafter], Shared] = {}
 
     async def decode(
@@ -102,6 +104,8 @@ class Decoder:
             await emissions.put(None)
         except Exception as error:
             await emissions.put(error)
+        finally:
+            self._moving.discard(id(sample))
 
     async def _pick_target(
         self, sample: SampleState, lost: TargetReplica | None, give_up: float, cause: str
@@ -130,6 +134,7 @@ class Decoder:
         """The decode loop, from the text so far to the end of the sample, or False: to where it had better move."""
         targets = self._backends.targets
         async with replica.session() as stub:
+            self._moving.discard(id(sample))
             target = TargetSession(
                 stub,
                 silence_s=self._settings.target_silence_s,
@@ -144,7 +149,7 @@ class Decoder:
                     announced = self._announce(sample, draft, round_id, proposal)
                     timed = await verdict_task
                     emission = sample.receive(timed, proposal)
-                    if emission.finish_reason or (replica.draining and targets.usable):
+                    if emission.finish_reason or (replica.draining and self._may_move(sample)):
                         await emissions.put(emission)
                         return bool(emission.finish_reason)
                     draft, ready = await self._ready(sample, draft, timed.verdict, proposal, announced)
@@ -167,6 +172,13 @@ class Decoder:
                 set_time(sample.statistics.total_time, time.perf_counter() - sample.started)
                 if draft is not None:
                     await self._close_draft(sample, draft)
+
+    def _may_move(self, sample: SampleState) -> bool:
+        """Whether another target has room, which is then kept for this sample: elsewhere it would have to wait."""
+        if self._backends.target_room <= len(self._moving):
+            return False
+        self._moving.add(id(sample))
+        return True
 
     def _announce(self, sample: SampleState, draft: DraftSession | None, round_id: int, proposal: Proposal) -> bool:
         """Tell the draft what is being verified, if it can prepare for that; says whether it was told."""

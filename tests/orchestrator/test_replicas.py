@@ -69,6 +69,7 @@ class Decoding:
     def __init__(self, **options: Any) -> None:
         self.settings = OrchestratorSettings(**{"draft_timeout_s": 0.1, "target_wait_s": 5} | options)
         self.backends = Backends(self.settings)
+        self.decoder = Decoder(self.backends, self.settings)
         self.statistics = generation_pb2.SpeculationStatistics()
 
     async def __aenter__(self) -> "Decoding":
@@ -85,7 +86,7 @@ class Decoding:
         mode: generation_pb2.Mode = generation_pb2.MODE_OVERLAPPED,
     ) -> list[int]:
         output: list[int] = []
-        async for emission in Decoder(self.backends, self.settings).decode(request(mode, count), self.statistics):
+        async for emission in self.decoder.decode(request(mode, count), self.statistics):
             output += emission.token_ids
             each(output)
         return output
@@ -129,6 +130,32 @@ async def test_a_session_moves_when_its_target_drains(servers: Servers) -> None:
         assert await decoding.decode(200, each=drain, mode=generation_pb2.MODE_PLAIN) == expected(200)
         assert decoding.backends.targets.failovers == 0, "a target that drains did not fail"
     assert len(other.rounds) > 100
+
+
+async def test_no_more_sessions_leave_a_target_that_drains_than_the_other_has_room_for(servers: Servers) -> None:
+    draining, other = ScriptedTarget(), ScriptedTarget()
+    draining.delay = other.delay = 0.005
+    addresses = [await servers.target(draining), await servers.target(other)]
+    async with Decoding(target=addresses, draft=await servers.draft(ScriptedDraft())) as decoding:
+        targets = decoding.backends.targets
+        await settled(lambda: len(targets.usable) == 2)
+        full = targets.all[addresses[1]]
+        assert full.admitted is not None
+        full.sessions = full.admitted.max_sessions = 16
+        decodes = [asyncio.create_task(decoding.decode(400)) for _ in range(4)]
+        await settled(lambda: draining.sessions == 4)
+        await servers.health[addresses[0]].enter_graceful_shutdown()
+        await settled(lambda: targets.all[addresses[0]].draining)
+        seen = len(draining.rounds)
+        await settled(lambda: len(draining.rounds) > seen + 20)
+        assert not other.opened, "they go on where they are"
+        full.sessions -= 1
+        most = 0
+        while not all(decode.done() for decode in decodes):
+            most = max(most, other.sessions)
+            await asyncio.sleep(0.001)
+        assert most == 1
+        assert [decode.result() for decode in decodes] == [expected(400)] * 4
 
 
 async def test_a_replica_with_other_weights_gets_no_session(servers: Servers) -> None:
