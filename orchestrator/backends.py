@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -54,6 +53,7 @@ class Backends:
             target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
             target_pb2_grpc.TargetServiceStub,
             self._admit_target,
+            lambda model: model.max_sessions,
             tls,
         )
         self.drafts = Replicas(
@@ -61,6 +61,7 @@ class Backends:
             draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
             draft_pb2_grpc.DraftServiceStub,
             self._admit_draft,
+            lambda draft: draft.model.max_sessions if draft.model is not None else 0,
             tls,
         )
 
@@ -96,15 +97,6 @@ class Backends:
         """What drafts, if any draft service can be used now."""
         usable = self.drafts.usable
         return usable[0].admitted if usable else None
-
-    @property
-    def target_room(self) -> float:
-        """How many more sessions the targets could take at once, as far as those of this process tell."""
-        return sum(
-            max(0, (replica.admitted.max_sessions or math.inf) - replica.sessions)
-            for replica in self.targets.all.values()
-            if replica.admitted is not None
-        )
 
     @property
     def degraded_reason(self) -> str:

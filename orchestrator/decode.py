@@ -175,7 +175,7 @@ class Decoder:
 
     def _may_move(self, sample: SampleState) -> bool:
         """Whether another target has room, which is then kept for this sample: elsewhere it would have to wait."""
-        if self._backends.target_room <= len(self._moving):
+        if self._backends.targets.room <= len(self._moving):
             return False
         self._moving.add(id(sample))
         return True

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -78,6 +79,7 @@ class Replica(Generic[Stub, Admitted]):
 
 class Replicas(Generic[Stub, Admitted]):
     """All replicas of a service. `admit` asks a stub what it is; it raises UnfitError for one that must not be used.
+    `capacity` is for how many sessions such a one has room, 0 if that is unknown.
 
     `addresses` are "host:port", "unix:path" or "dns:///host:port"; the last stands for all addresses of that name,
     which are looked up again and again. `service` is the full name whose health is watched. `failovers` counts sessions
@@ -90,6 +92,7 @@ class Replicas(Generic[Stub, Admitted]):
         service: str,
         make_stub: Callable[[grpc.aio.Channel], Stub],
         admit: Callable[[Stub], Awaitable[Admitted]],
+        capacity: Callable[[Admitted], int],
         tls: ClientTls | None = None,
     ) -> None:
         self.all: dict[str, Replica[Stub, Admitted]] = {}
@@ -99,6 +102,7 @@ class Replicas(Generic[Stub, Admitted]):
         self._service = service
         self._make_stub = make_stub
         self._admit = admit
+        self._capacity = capacity
         self._tls = tls
         self._fingerprint = tls.fingerprint() if tls is not None else b""
         self._served: OrderedDict[int, str] = OrderedDict()
@@ -127,6 +131,11 @@ class Replicas(Generic[Stub, Admitted]):
         return [replica for replica in self.all.values() if replica.usable]
 
     @property
+    def room(self) -> float:
+        """How many more sessions they could take at once, as far as those of this process tell."""
+        return sum(self._room(replica) for replica in self.usable)
+
+    @property
     def reason(self) -> str:
         """Why none is usable, by address."""
         reasons = [f"{replica.address} {replica.reason}" for replica in self.all.values()]
@@ -141,10 +150,11 @@ class Replicas(Generic[Stub, Admitted]):
     ) -> Replica[Stub, Admitted] | None:
         """The replica for a session on this text: the one that served its longest beginning, else the least busy.
 
-        A replica that holds the beginning is passed over if it is far busier than another: waiting there costs more
-        than reading the text again.
+        A replica that holds the beginning is passed over if it is far busier than another, or full: waiting there costs
+        more than reading the text again.
         """
         usable = [replica for replica in self.usable if replica not in without]
+        usable = [replica for replica in usable if self._room(replica)] or usable
         if not usable:
             return None
         idlest = min(usable, key=lambda replica: replica.sessions)
@@ -167,6 +177,10 @@ class Replicas(Generic[Stub, Admitted]):
         self.failovers += 1
         self._exclude(replica, reason)
         replica.suspect.set()
+
+    def _room(self, replica: Replica[Stub, Admitted]) -> float:
+        capacity = self._capacity(replica.admitted) if replica.admitted is not None else 0
+        return max(0, (capacity or math.inf) - replica.sessions)
 
     def _add(self, address: str, authority: str | None = None) -> None:
         made = channel(address, self._tls, authority=authority)

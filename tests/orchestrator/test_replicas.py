@@ -213,11 +213,11 @@ async def test_all_addresses_of_a_name_are_replicas_and_follow_it(
     assert not first.opened
 
 
-def three() -> tuple[Replicas[None, str], list[Replica[None, str]]]:
+def three(capacity: int = 0) -> tuple[Replicas[None, str], list[Replica[None, str]]]:
     async def admit(stub: None) -> str:
         return ""
 
-    made: Replicas[None, str] = Replicas([], "service", lambda channel: None, admit)
+    made: Replicas[None, str] = Replicas([], "service", lambda channel: None, admit, lambda admitted: capacity)
     for address in "abc":
         made.all[address] = Replica(address, None, None, None, admitted="")  # type: ignore[arg-type]
     return made, list(made.all.values())
@@ -243,6 +243,16 @@ def test_the_next_turn_goes_where_the_last_one_was_unless_that_is_far_busier() -
     assert replicas.pick([*first, 7, 8, 9]) is b
     c.admitted = None
     assert replicas.pick([*first, 7, 8, 9]) is a
+
+
+def test_a_replica_that_is_full_gets_a_text_only_if_all_are() -> None:
+    replicas, (a, b, c) = three(capacity=4)
+    text = list(range(3 * BLOCK))
+    replicas.remember(text, c)
+    a.sessions, b.sessions, c.sessions = 3, 2, 4
+    assert replicas.pick(text) is b
+    a.sessions = b.sessions = 4
+    assert replicas.pick(text) is c
 
 
 def test_what_is_remembered_of_texts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
