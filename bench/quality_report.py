@@ -20,8 +20,8 @@ LEGEND = """All rows are compared with the plain texts of another seed; the row 
 floor: 95% interval of BLEU less the floor's, a paired bootstrap over prompts. TV 1, TV 2: total variation between the
 frequencies of tokens and of pairs; p: permutation test of it that exchanges the two texts of a prompt; where nothing
 differs, one in twenty is below 0.05. Gap: between the two tokens, in nats of log p + noise (greedy: of the logits), by
-the same weights in a higher type; rounding: how much the services' type moves that gap in one pass; beyond: gaps above
-twice the largest rounding."""
+the same weights in a higher type; rounding: root mean square of what the services' type changes between the two in
+one pass; beyond: gaps that are more than four times what two passes differ by, sqrt(2) times that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,6 @@ def outcome(
         if plain[: len(own)] != own[: len(plain)]
     ]
     found, ended = ties(target, dtype, partings), len(different) - len(partings)
-    rounding = max((tie.rounding for tie in found), default=0.0)
     return Outcome(
         dtype=dtype,
         temperature=temperature,
@@ -96,7 +95,7 @@ def outcome(
         same_bleu=float(bleu(counts(texts[COUPLED], texts[PLAIN]).sum(0))),
         ties=found,
         ended=ended,
-        beyond=ended + sum(tie.gap > 2 * rounding for tie in found),
+        beyond=ended + sum(not tie.explained for tie in found),
         rows=rows(texts) if ANOTHER_SEED in texts else [],
         texts=texts,
     )

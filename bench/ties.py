@@ -16,6 +16,7 @@ HIGHER: Mapping[str, torch.dtype] = {
     "float32": torch.float64,
     "float64": torch.float64,
 }
+POSITIONS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,16 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """How far apart the two tokens were, and how much the type of the weights moves that, in nats of log p + G."""
+    """How far apart the two tokens were, in nats of log p + G, and how much rounding moves that: root mean square of
+    what the type of the weights changes between the two at the last positions of the context."""
 
     gap: float
     rounding: float
+
+    @property
+    def explained(self) -> bool:
+        """Whether rounding can part the texts: two passes differ by sqrt(2) times it, and by four times that hardly."""
+        return self.gap <= 4 * 2**0.5 * self.rounding
 
 
 def parting(prompt: Sequence[int], plain: Sequence[int], own: Sequence[int], temperature: float, seed: int) -> Parting:
@@ -51,19 +58,21 @@ def ties(name: str, dtype: str, partings: Sequence[Parting]) -> list[Tie]:
     if not partings:
         return []
     target: Any = load(name, dtype=dtype).model
-    low = [difference(target, one) for one in partings]
+    low = [differences(target, one) for one in partings]
     target.to(HIGHER[dtype])
-    high = [difference(target, one) for one in partings]
-    return [Tie(abs(exact), abs(own - exact)) for own, exact in zip(low, high, strict=True)]
+    found = []
+    for one, rounded in zip(partings, low, strict=True):
+        exact, noise = differences(target, one), torch.zeros(2)
+        if one.temperature > 0:
+            # The next token of a text stands at the length of what comes before it.
+            noise = gumbel(one.seed, 0, len(one.context), torch.tensor([one.plain_token, one.token]))
+        gap = abs(float(exact[-1] + noise[0] - noise[1]))
+        found.append(Tie(gap, float((rounded - exact).square().mean().sqrt())))
+    return found
 
 
 @torch.inference_mode()
-def difference(target: Any, one: Parting) -> float:
-    """The plain token's log p + G less the other one's; at temperature 0, of the logits."""
-    ids = torch.tensor([one.plain_token, one.token])
-    logits: Tensor = target(torch.tensor([one.context], device=target.device)).logits[0, -1].double().cpu()
-    scores = logits[ids]
-    if one.temperature > 0:
-        # The first new token of a text stands at the length of what comes before it.
-        scores = scores / one.temperature + gumbel(one.seed, 0, len(one.context), ids)
-    return float(scores[0] - scores[1])
+def differences(target: Any, one: Parting) -> Tensor:
+    """The plain token's log p less the other one's at the last positions of the context; greedy: of the logits."""
+    logits: Tensor = target(torch.tensor([one.context], device=target.device)).logits[0, -POSITIONS:].double().cpu()
+    return (logits[:, one.plain_token] - logits[:, one.token]) / (one.temperature or 1.0)
