@@ -91,7 +91,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.TokenizeRequest, context: Context
     ) -> generation_pb2.TokenizeResponse:
         check_tokenize(request)
-        token_ids = await self._encode_text(request)
+        with self._admitted():
+            token_ids = await self._encode_text(request)
 
         def response() -> generation_pb2.TokenizeResponse:
             tokens = map(self._tokenizer.spelling, token_ids)
@@ -108,8 +109,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         def text() -> str:
             return detokenize(self._tokenizer, token_ids, keep_special_tokens=request.keep_special_tokens)
 
-        long = len(token_ids) > LONG
-        return generation_pb2.DetokenizeResponse(text=await asyncio.to_thread(text) if long else text())
+        if len(token_ids) <= LONG:
+            return generation_pb2.DetokenizeResponse(text=text())
+        with self._admitted():
+            return generation_pb2.DetokenizeResponse(text=await asyncio.to_thread(text))
 
     async def GetModel(
         self, request: generation_pb2.GenerationServiceGetModelRequest, context: Context
