@@ -14,13 +14,13 @@ from draft_service.ngram import NgramDrafter
 from draft_service.scheduler import Scheduler
 from draft_service.service import DraftServicer
 from draft_service.stream import Offer, Places
-from foredraft.config import DraftSettings
 from foredraft.engine.emulated import load_emulated
 from foredraft.engine.engine import Engine
 from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel, load
 from foredraft.serving.model_thread import ModelThread
 from foredraft.serving.server import Server, StartError
+from foredraft.settings import DraftSettings
 from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from foredraft.validation import DRAFTER_VALUES
 

@@ -8,8 +8,8 @@ import logging
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from foredraft.config import OrchestratorSettings
 from foredraft.serving.tls import ClientTls
+from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from orchestrator.replicas import Replica, Replicas, UnfitError
 

@@ -18,8 +18,8 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from foredraft.config import OrchestratorSettings
 from foredraft.serving.errors import unavailable
+from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 from orchestrator.backends import Backends, TargetReplica
 from orchestrator.costs import TargetCosts

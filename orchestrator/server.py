@@ -4,10 +4,10 @@ import asyncio
 
 import grpc
 
-from foredraft.config import OrchestratorSettings
 from foredraft.serving.auth import Tokens, TokensError
 from foredraft.serving.server import Server, StartError
 from foredraft.serving.tls import TlsError
+from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import generation_pb2, generation_pb2_grpc
 from orchestrator.backends import Backends, PairError
 from orchestrator.decode import Decoder

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from foredraft.config import OrchestratorSettings
 from foredraft.serving.errors import RequestError, Violation, error_details, exhausted, invalid, unavailable
 from foredraft.serving.logs import request_id
 from foredraft.serving.rpc import RETRY_AFTER_S
+from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from foredraft.validation import (
     DRAFTERS,

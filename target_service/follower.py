@@ -11,11 +11,11 @@ import threading
 import torch
 from torch import distributed
 
-from foredraft.config import TargetSettings
 from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import load_part
 from foredraft.engine.parallel import follow, join
 from foredraft.serving.logs import configure_logging
+from foredraft.settings import TargetSettings
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import distributed
 
-from foredraft.config import TargetSettings
 from foredraft.engine import parallel
 from foredraft.engine.loading import parallel_device
 from foredraft.serving.server import StartError
+from foredraft.settings import TargetSettings
 
 logger = logging.getLogger(__name__)
 

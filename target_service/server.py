@@ -9,7 +9,6 @@ from functools import partial
 import grpc
 import torch
 
-from foredraft.config import TargetSettings
 from foredraft.engine.emulated import load_emulated
 from foredraft.engine.engine import Engine
 from foredraft.engine.errors import ModelError
@@ -17,6 +16,7 @@ from foredraft.engine.loading import LoadedModel, load
 from foredraft.engine.parallel import Leader
 from foredraft.serving.model_thread import ModelThread
 from foredraft.serving.server import Server, StartError
+from foredraft.settings import TargetSettings
 from foredraft.v1 import common_pb2, target_pb2, target_pb2_grpc
 from target_service.metrics import TargetMetrics
 from target_service.places import Places

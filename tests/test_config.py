@@ -10,17 +10,8 @@ from unittest import mock
 
 import pytest
 
-from foredraft.config import (
-    OPTIONS,
-    ConfigError,
-    DraftSettings,
-    OrchestratorSettings,
-    S,
-    TargetSettings,
-    build,
-    collect,
-    markdown_table,
-)
+from foredraft.config import OPTIONS, ConfigError, S, build, collect, markdown_table
+from foredraft.settings import DraftSettings, OrchestratorSettings, TargetSettings
 
 README = Path(__file__).parent.parent / "README.md"
 

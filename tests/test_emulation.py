@@ -2,8 +2,9 @@
 
 import pytest
 
-from foredraft.config import ConfigError, DraftSettings, TargetSettings, build
+from foredraft.config import ConfigError, build
 from foredraft.emulation import EXAMPLE, Cost, Emulation, parse
+from foredraft.settings import DraftSettings, TargetSettings
 
 
 def test_costs_are_milliseconds_and_the_example_is_right() -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.cli.demo import tokens_per_second
 from foredraft.cli.up import Stack, available_cores
-from foredraft.config import Mode, OrchestratorSettings, build
+from foredraft.config import build
+from foredraft.settings import Mode, OrchestratorSettings
 
 if TYPE_CHECKING:
     from orchestrator.client import AsyncClient

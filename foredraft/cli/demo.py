@@ -15,7 +15,8 @@ from rich.table import Table
 
 from foredraft.cli.supervisor import ChildError
 from foredraft.cli.up import Stack, available_cores
-from foredraft.config import ConfigError, Mode
+from foredraft.config import ConfigError
+from foredraft.settings import Mode
 
 # A draft has to guess a free answer; what an answer takes up of its prompt can be looked up.
 PROMPTS = (

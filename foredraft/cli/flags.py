@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from foredraft.config import OPTIONS, Settings, default_text, options, sections, value_kind
+from foredraft.config import OPTIONS, default_text, options, sections, value_kind
+from foredraft.settings import Settings
 
 Config = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML file with options; else FOREDRAFT_CONFIG.")

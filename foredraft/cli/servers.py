@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from foredraft.cli.flags import Config, with_settings
-from foredraft.config import DraftSettings, OrchestratorSettings, Settings, TargetSettings, load
+from foredraft.config import load
+from foredraft.settings import DraftSettings, OrchestratorSettings, Settings, TargetSettings
 
 StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True)]
 

@@ -19,15 +19,8 @@ from rich.text import Text
 
 from foredraft.cli.flags import Config, with_settings
 from foredraft.cli.supervisor import Child, ChildError, Report, Supervisor, ignore
-from foredraft.config import (
-    ENV_PREFIX,
-    ConfigError,
-    DraftSettings,
-    OrchestratorSettings,
-    TargetSettings,
-    build,
-    collect,
-)
+from foredraft.config import ENV_PREFIX, ConfigError, build, collect
+from foredraft.settings import DraftSettings, OrchestratorSettings, TargetSettings
 
 Pin = Annotated[bool, typer.Option("--pin", help="Keep the target and the other two on CPU cores of their own.")]
 Measure = Annotated[

@@ -17,7 +17,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from foredraft.config import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.serving.address import is_loopback
 from foredraft.serving.auth import Tokens
 from foredraft.serving.channel import MAX_MESSAGE_BYTES
@@ -26,6 +25,7 @@ from foredraft.serving.metrics import MetricsServer
 from foredraft.serving.rpc import RETRY_AFTER_S, Services
 from foredraft.serving.tls import ServerTls, TlsError
 from foredraft.serving.tracing import Tracing, TracingError, connect
+from foredraft.settings import DraftSettings, OrchestratorSettings, TargetSettings
 
 logger = logging.getLogger(__name__)
 

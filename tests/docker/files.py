@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 import yaml
 
-from foredraft.config import DraftSettings, OrchestratorSettings, Settings, TargetSettings, load
+from foredraft.config import load
+from foredraft.settings import DraftSettings, OrchestratorSettings, Settings, TargetSettings
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -12,11 +12,11 @@ import grpc
 
 from draft_service.drafter import Counters
 from draft_service.server import SERVICE_NAME, Draft, start_draft
-from foredraft.config import DraftSettings
 from foredraft.sampling.params import SamplingParams
 from foredraft.serving.channel import channel
 from foredraft.serving.errors import ErrorDetails, error_details
 from foredraft.serving.server import Server
+from foredraft.settings import DraftSettings
 from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from foredraft.validation import sampling_proto
 from tests.draft_service.reference import EOS, MAX_MODEL_LEN, PROMPT

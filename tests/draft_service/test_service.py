@@ -16,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draft_service.server import main, start_draft
 from draft_service.stream import MAX_WAITING
-from foredraft.config import DraftSettings
 from foredraft.sampling.params import Method, SamplingParams
 from foredraft.serving.channel import channel
 from foredraft.serving.server import Server, StartError
+from foredraft.settings import DraftSettings
 from foredraft.v1 import common_pb2, draft_pb2
 from tests import tiny
 from tests.draft_service.kit import MAX_SESSIONS, Client, Service, open_request, running

@@ -8,8 +8,8 @@ import pytest
 
 from draft_service.server import SERVICE_NAME as DRAFT
 from draft_service.server import start_draft
-from foredraft.config import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.serving.server import Server
+from foredraft.settings import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.v1 import generation_pb2_grpc
 from orchestrator.backends import Backends
 from orchestrator.client import AsyncClient

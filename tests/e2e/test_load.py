@@ -12,8 +12,8 @@ import pytest
 
 from draft_service.server import SERVICE_NAME as DRAFT
 from draft_service.server import Draft, start_draft
-from foredraft.config import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.serving.server import Server
+from foredraft.settings import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.v1 import draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2_grpc
 from orchestrator.backends import Backends
 from orchestrator.client import AsyncClient, GenerationError

@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from draft_service.server import SERVICE_NAME as DRAFT
 from draft_service.server import start_draft
-from foredraft.config import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.serving.channel import channel
 from foredraft.serving.logs import add_ids
 from foredraft.serving.server import Server
 from foredraft.serving.tracing import Tracing
+from foredraft.settings import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
 from orchestrator.backends import Backends
 from orchestrator.client import AsyncClient

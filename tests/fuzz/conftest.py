@@ -8,8 +8,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foredraft.cli.up import with_port
-from foredraft.config import OrchestratorSettings
 from foredraft.serving.channel import channel
+from foredraft.settings import OrchestratorSettings
 from orchestrator.server import SERVICE, main
 from tests import tiny
 from tests.draft_service import kit as draft_kit

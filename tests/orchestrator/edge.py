@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from foredraft.config import OrchestratorSettings
 from foredraft.serving.server import Server
+from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from orchestrator.decode import DecodeRequest, Emission
 from orchestrator.metrics import Metrics

@@ -12,9 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from foredraft.config import OrchestratorSettings
 from foredraft.serving.channel import channel
 from foredraft.serving.server import StartError
+from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import target_pb2, target_pb2_grpc
 from orchestrator import replicas
 from orchestrator.client import AsyncClient

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from foredraft.cli.up import with_port
-from foredraft.config import OrchestratorSettings, TargetSettings
 from foredraft.serving.auth import new_token, token_hash
 from foredraft.serving.server import Server
+from foredraft.settings import OrchestratorSettings, TargetSettings
 from foredraft.v1 import target_pb2, target_pb2_grpc
 from orchestrator import replicas
 from orchestrator.client import AsyncClient, GenerationError

@@ -14,11 +14,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from foredraft.config import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.serving.address import is_loopback
 from foredraft.serving.channel import channel
 from foredraft.serving.server import AnySettings, Server, StartError
 from foredraft.serving.tls import ClientTls, TlsError
+from foredraft.settings import DraftSettings, OrchestratorSettings, TargetSettings
 from foredraft.v1 import generation_pb2, generation_pb2_grpc
 from tests.serving.pki import Authority
 from tests.serving.tiny_server import SERVICES, add_services

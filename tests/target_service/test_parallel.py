@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from foredraft.config import TargetSettings
 from foredraft.serving.channel import channel
 from foredraft.serving.server import StartError
+from foredraft.settings import TargetSettings
 from foredraft.v1 import target_pb2_grpc
 from target_service.server import main
 from tests import tiny

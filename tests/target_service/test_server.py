@@ -12,9 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoTokenizer
 
-from foredraft.config import TargetSettings
 from foredraft.serving.channel import channel
 from foredraft.serving.server import StartError
+from foredraft.settings import TargetSettings
 from foredraft.v1 import common_pb2, target_pb2, target_pb2_grpc
 from target_service.server import main
 from tests import tiny
