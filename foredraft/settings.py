@@ -1,6 +1,7 @@
 """The settings of the three services: their options, what values they take and which go together.
 
-A field whose option has another name than the attribute has that as its alias: the target's `listen` is `target_listen`.
+A field whose option has another name than the attribute has that as its alias; the target's `listen`, for example, is
+`target_listen`.
 `foredraft.config` says where values come from.
 """
 
