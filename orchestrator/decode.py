@@ -271,9 +271,12 @@ class Decoder:
         if draft is None or replica is None:
             return self._open_draft(sample)
         silent = draft.overdue_s > ABANDON_AFTER * self._settings.draft_timeout_s
-        if draft.failure is None and not silent:
+        moves = replica.draining and bool(self._backends.drafts.usable)
+        if draft.failure is None and not silent and not moves:
             return draft
         await self._close_draft(sample, draft)
+        if moves:
+            return self._open_draft(sample)
         if draft.failure is None:
             self._backends.drafts.failed(replica, "did not answer")
             return None

@@ -30,17 +30,19 @@ from tests.tiny import save_model
 
 LISTENS = ("LISTEN", "HEALTH_LISTEN", "METRICS_LISTEN")
 HEALTHCHECK = DOCKER / "healthcheck.py"
-# Gives process 1 of new namespaces a read-only root, an empty /tmp, the directory $0 at /mnt, the names of Services on
-# loopback, and, when it becomes the command, another user's number and no capabilities.
+# Gives process 1 of new namespaces a read-only root, an empty TMPDIR, the directory $0 at /mnt, the names of Services
+# on loopback, and, when it becomes the command, another user's number and no capabilities.
 CONTAINER = """
 mount --bind "$0" /mnt && mount -o remount,bind,ro /mnt
 mount --bind "$0/hosts" /etc/hosts
-mount -t tmpfs tmpfs /tmp
+mount -t tmpfs tmpfs "$TMPDIR"
 mount -o remount,bind,ro /
-cd /tmp
+cd "$TMPDIR"
 if touch "$0/written" /mnt/written 2>/dev/null; then echo "the root is not read-only"; exit 99; fi
 exec unshare --user --map-user=10001 --map-group=10001 setpriv --no-new-privs "$@"
 """
+# What is written to must hide neither the code nor its interpreter.
+SCRATCH = "/var/tmp" if any(Path(path).is_relative_to("/tmp") for path in (ROOT, sys.prefix)) else "/tmp"
 UNSHARE = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
@@ -123,7 +125,13 @@ def contained(mounted: Path, command: str, environment: Mapping[str, str]) -> It
     """`foredraft command` as process 1, with `mounted` at /mnt; its output goes to a file there."""
     process = subprocess.Popen(
         [*UNSHARE, "sh", "-euc", CONTAINER, str(mounted), sys.executable, "-m", "foredraft.cli", command],
-        env={**environment, "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={
+            **environment,
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": SCRATCH,
+        },
         stdout=(mounted / f"{command}.log").open("w"),
         stderr=subprocess.STDOUT,
     )

@@ -33,7 +33,8 @@ class Own:
     def draft(self) -> Server:
         log = self.stacks.log(f"own-{len(self.servers)}")
         options = {"draft_model": self.stacks.draft_models["good"], "draft_dtype": "float64", "draft_max_sessions": 1}
-        return self._started(processes.draft(log, **options))
+        # Without grace: on SIGTERM it cuts its sessions off in mid-text.
+        return self._started(processes.draft(log, **options, grace_s=0))
 
     def orchestrator(self, target: Server, draft: Server | None, **options: object) -> Server:
         log = self.stacks.log(f"own-{len(self.servers)}")

@@ -185,6 +185,24 @@ async def test_a_draft_that_stays_silent_is_left_for_another(servers: Servers) -
         silent.silent.set()
 
 
+async def test_a_session_moves_when_its_draft_drains(servers: Servers) -> None:
+    draining, other, target = ScriptedDraft(), ScriptedDraft(), ScriptedTarget()
+    target.delay = 0.005
+    drafts = [await servers.draft(draining), await servers.draft(other)]
+    async with Decoding(target=[await servers.target(target)], draft=drafts) as decoding:
+        await settled(lambda: len(decoding.backends.drafts.usable) == 2)
+        drains: list[asyncio.Task[None]] = []
+
+        def drain(output: list[int]) -> None:
+            if output and not drains:
+                drains.append(asyncio.create_task(servers.health[drafts[0]].enter_graceful_shutdown()))
+
+        assert await decoding.decode(400, each=drain) == expected(400)
+        assert decoding.backends.drafts.failovers == 0
+        assert not decoding.statistics.degraded_reason
+    assert other.commits
+
+
 async def test_all_addresses_of_a_name_are_replicas_and_follow_it(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
