@@ -21,6 +21,7 @@ from foredraft.serving.address import is_loopback
 from foredraft.serving.auth import Tokens
 from foredraft.serving.channel import MAX_MESSAGE_BYTES
 from foredraft.serving.errors import unavailable
+from foredraft.serving.health import HealthServicer
 from foredraft.serving.metrics import MetricsServer
 from foredraft.serving.rpc import RETRY_AFTER_S, Services
 from foredraft.serving.tls import ServerTls, TlsError
@@ -100,7 +101,7 @@ class Server:
         self._grpc = grpc.aio.server(
             handlers=[self._services], options=[*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         )
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer(self._service_names)
         self._health_grpc: grpc.aio.Server | None = None
         self._metrics_server: MetricsServer | None = None
         self._exit_code = 0
@@ -159,7 +160,6 @@ class Server:
                 raise StartError(f"cannot serve metrics on {self.metrics_address}: {error}") from error
             self.metrics_address = self._metrics_server.address
             logger.info("metrics on http://%s/metrics", self.metrics_address)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         for server in filter(None, (self._grpc, self._health_grpc)):
             await server.start()
         logger.info("listening on %s", self.address)
@@ -200,7 +200,7 @@ class Server:
     async def set_serving(self) -> None:
         """Accept calls and report SERVING."""
         self._services.refusal = None
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._health.set(health_pb2.HealthCheckResponse.SERVING)
         logger.info("serving on %s", self.address)
 
     def shut_down(self, exit_code: int = 0) -> None:
@@ -227,7 +227,7 @@ class Server:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Report NOT_SERVING, refuse new calls, and stop once the running ones have ended, at most `grace_s` later."""
         self._services.refusal = unavailable("the server is shutting down; try another one or later", RETRY_AFTER_S)
-        await self._health.enter_graceful_shutdown()
+        self._health.set(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._services.running:
             logger.info("draining: %d running calls have up to %g s", self._services.running, grace_s)
             ended = [asyncio.ensure_future(event.wait()) for event in (self._services.idle, self._at_once)]
@@ -244,10 +244,6 @@ class Server:
         if self.tracing is not None:
             await self.tracing.stop()
         logger.info("stopped")
-
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in ("", *self._service_names):
-            await self._health.set(name, status)
 
 
 def run(main: Coroutine[Any, Any, int]) -> int:
