@@ -175,8 +175,14 @@ class ModelSession:
             self._answer_if_done()
 
     def is_done(self, draft: Draft, limit: int) -> bool:
-        """Whether a draft has all tokens that are wanted, or the text ends with it."""
-        return len(draft.tokens) >= limit or (draft.tokens != [] and self.opening.ends(draft.tokens[-1]))
+        """Whether a draft has all tokens that are wanted, or the text ends with it.
+
+        Drafts whose tokens were drawn for rejection or block verification go on to the limit: were those that drew an
+        end sent sooner, a verdict in between would find ends more often than they are drawn, and bias the output.
+        """
+        drawn = self.opening.needs_q and draft.candidates  # What was looked up instead follows from the text alone.
+        ended = draft.tokens != [] and not drawn and self.opening.ends(draft.tokens[-1])
+        return ended or len(draft.tokens) >= limit
 
     def emit_branch(self, round_id: int, branch: Branch) -> None:
         """Push what is prepared for one verdict."""

@@ -105,6 +105,7 @@ class DraftLength:
     """Chooses k for one sample.
 
     It learns from verdicts and time, never from draft tokens that were not verified: the choice cannot bias the output.
+    (What is prepared in time must not depend on what was drawn either: see the draft's `ModelSession.is_done`.)
     With `fixed` it is always `limit`. `target_accept_rate` allows only k whose predicted accepted / drafted reaches it.
     """
 

@@ -76,7 +76,8 @@ class Reference:
         count = min(count, opened.room(base), max_model_len - base)
         tokens: list[int] = []
         rows = []
-        while len(tokens) < count and not (tokens and opened.ends(tokens[-1])):
+        # Draws for rejection and block verification go on beyond an end: see ModelSession.is_done.
+        while len(tokens) < count and (opened.needs_q or not (tokens and opened.ends(tokens[-1]))):
             row = self._warped(opened, [*text, *tokens])
             position = base + len(tokens)
             if opened.needs_q:

@@ -10,7 +10,7 @@ from draft_service.model_drafter import PATIENCE, ModelDrafter
 from foredraft.engine.engine import Engine
 from foredraft.sampling.params import Method, SamplingParams
 from tests.draft_service.conftest import BRANCHES, CHUNK
-from tests.draft_service.reference import COUPLED, MAX_MODEL_LEN, PARAMETERS, PROMPT, Reference, opening
+from tests.draft_service.reference import COUPLED, EOS, MAX_MODEL_LEN, PARAMETERS, PROMPT, Reference, opening
 from tests.draft_service.schedule import Client, Schedule, finish, run, same_q
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -278,6 +278,25 @@ def test_samples_of_one_prompt_read_it_once(drafter: ModelDrafter, engine: Engin
     finish(drafter)
     assert engine.computed_tokens == len(text) - 1
     assert [client.session.unread for client in clients] == [0] * 4
+
+
+def test_with_rejection_an_end_is_sent_no_sooner_than_other_draws(drafter: ModelDrafter) -> None:
+    # A verdict may come after any pass: what has been sent by then must not depend on what was drawn.
+    for seed in range(20):
+        params = replace(PARAMETERS["rejection"], seed=seed, logit_bias={EOS: 6.0})
+        client = Client(drafter, opening(params))
+        client.verifying(1, [], 4)
+        finish(drafter)
+        ended = [EOS in answer.token_ids[:-1] for answer in client.answers]
+        assert {len(answer.token_ids) for answer in client.prepared()} == {4}
+        client.commit([60], k=4)
+        finish(drafter)
+        assert len(client.proposal().token_ids) == 4
+        client.session.close()
+        if any(ended):
+            break
+    else:
+        pytest.fail("no draft drew an end before its last token")
 
 
 def test_drafting_ends_with_a_token_that_ends_the_text(drafter: ModelDrafter, draft: Reference) -> None:
