@@ -263,7 +263,10 @@ class Decoder:
         )
         replica.sessions += 1
         sample.draft_replica = replica
-        return DraftSession(replica.stub, message, timeout=sample.timeout(), metadata=sample.metadata())
+        size = self._backends.target_model.vocabulary_size
+        return DraftSession(
+            replica.stub, message, vocabulary_size=size, timeout=sample.timeout(), metadata=sample.metadata()
+        )
 
     async def _check_draft(self, sample: SampleState, draft: DraftSession | None) -> DraftSession | None:
         """The draft session to go on with: this one, a new one if it is gone and there is a service, or none."""

@@ -12,7 +12,9 @@ from typing import Any
 
 import grpc
 
-from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from foredraft.serving.errors import RequestError
+from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
+from foredraft.validation import check_round, sampling_params
 from orchestrator.target import Metadata
 
 # Far more than a draft that reads its stream leaves waiting: three messages a round.
@@ -45,7 +47,7 @@ class Proposal:
 
 
 class DraftSession:
-    """One Draft stream.
+    """One Draft stream. Answers that the target would refuse end it.
 
     `failure` is the error that ended the stream, if one did; every method is safe then and does nothing.
     `prepared_tokens` counts draft tokens that came for verdicts on the rounds announced with `verifying`.
@@ -56,14 +58,18 @@ class DraftSession:
         stub: draft_pb2_grpc.DraftServiceAsyncStub,
         request: draft_pb2.OpenDraft,
         *,
+        vocabulary_size: int,
         timeout: float | None = None,
         metadata: Metadata = (),
     ) -> None:
         self.failure: grpc.aio.AioRpcError | None = None
         self.prepared_tokens = 0
+        self._vocabulary_size = vocabulary_size
+        self._params = sampling_params(request.sampling, vocabulary_size=vocabulary_size, field_prefix="sampling")
         self._committed = len(request.token_ids)
         self._round_id = -1
-        self._prepared: dict[tuple[int, int], Proposal] = {}
+        self._prepared: dict[tuple[int, int], draft_pb2.Prepared] = {}
+        self._max_prepared = 0
         self._unanswered = 0
         self._asked = 0.0
         self._waiting: asyncio.Future[draft_pb2.Proposal] | None = None
@@ -91,14 +97,17 @@ class DraftSession:
         """
         if len(text) > self._committed:
             self._commit(text, 0)
-        self._round_id = round_id
+        self._round_id, self._max_prepared = round_id, max_tokens
         self._prepared.clear()
         message = draft_pb2.Verifying(round_id=round_id, base=len(text), token_ids=token_ids, max_tokens=max_tokens)
         self._send(draft_pb2.DraftRequest(verifying=message))
 
     def take_prepared(self, accepted: int, next_token: int) -> Proposal | None:
         """The continuation prepared for this verdict on the last announced round, if there is one."""
-        return self._prepared.get((accepted, next_token))
+        prepared = self._prepared.get((accepted, next_token))
+        if prepared is None or not self._check(prepared, self._max_prepared):
+            return None
+        return Proposal(list(prepared.token_ids), prepared.q if prepared.HasField("q") else None)
 
     async def propose(self, text: Sequence[int], max_tokens: int, timeout: float) -> Proposal | None:
         """Make all of `text` final and wait for draft tokens; None if none came within `timeout` seconds.
@@ -115,12 +124,30 @@ class DraftSession:
         if not waiting.done():
             return None
         proposal = waiting.result()
+        if not self._check(proposal, max_tokens):
+            return None
         return Proposal(
             list(proposal.token_ids),
             proposal.q if proposal.HasField("q") else None,
             prepared=proposal.prepared_token_count,
             compute_s=1e-6 * proposal.compute_us,
         )
+
+    def _check(self, answer: draft_pb2.Proposal | draft_pb2.Prepared, asked: int) -> bool:
+        """Whether the target would take this answer; else the session fails, which costs the text nothing but speed."""
+        if len(answer.token_ids) > asked:
+            self._reject(f"{len(answer.token_ids)} tokens where at most {asked} were asked for")
+            return False
+        round_ = target_pb2.Round(token_ids=answer.token_ids, q=answer.q if answer.HasField("q") else None)
+        try:
+            check_round(round_, self._params, vocabulary_size=self._vocabulary_size, field_prefix="answer")
+        except RequestError as error:
+            self._reject(error.message)
+            return False
+        return True
+
+    def _reject(self, fault: str) -> None:
+        self._fail(grpc.StatusCode.INTERNAL, f"it gave an answer that cannot be used: {fault}")
 
     def _commit(self, text: Sequence[int], max_tokens: int) -> None:
         self._round_id = -1
@@ -150,20 +177,28 @@ class DraftSession:
                     self._receive_proposal(response.proposal)
                 elif response.HasField("prepared"):
                     self._receive_prepared(response.prepared)
+                if self.failure is not None:
+                    return
             self._fail(grpc.StatusCode.UNAVAILABLE, "the draft service ended the session")
         except grpc.aio.AioRpcError as error:
             self.failure = self.failure or error
 
     def _receive_proposal(self, proposal: draft_pb2.Proposal) -> None:
+        if self._unanswered == 0:
+            self._reject("a proposal that nobody asked for")
+            return
         self._unanswered -= 1
-        if self._waiting is not None and proposal.base == self._committed:
+        if self._waiting is None:
+            return
+        if proposal.base == self._committed:
             self._waiting.set_result(proposal)
+        else:
+            self._reject(f"a proposal for {proposal.base} tokens of text, not for the {self._committed} that there are")
 
     def _receive_prepared(self, prepared: draft_pb2.Prepared) -> None:
         self.prepared_tokens += len(prepared.token_ids)
         if prepared.round_id == self._round_id:
-            q = prepared.q if prepared.HasField("q") else None
-            self._prepared[prepared.accepted, prepared.next_token] = Proposal(list(prepared.token_ids), q)
+            self._prepared[prepared.accepted, prepared.next_token] = prepared
 
     def _fail(self, code: grpc.StatusCode, details: str) -> None:
         if self.failure is None:
