@@ -5,6 +5,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Annotated
 
 import typer
@@ -43,8 +44,14 @@ class Endpoint:
             with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=TIMEOUT_S) as response:
                 self.add(time.perf_counter(), response.read().decode())
         except OSError as error:
-            self.scrapes.clear()
-            self.failure = f"no answer from {self.address}: {getattr(error, 'reason', error)}"
+            self._fail(f"no answer from {self.address}: {getattr(error, 'reason', error)}")
+        # In Python's notation, for it may hold what was received.
+        except (HTTPException, ValueError) as error:
+            self._fail(f"no metrics at {self.address}: {error!r}")
+
+    def _fail(self, failure: str) -> None:
+        self.scrapes.clear()
+        self.failure = failure
 
     def add(self, now: float, text: str) -> None:
         """Take in a scrape, made at `now` (seconds)."""

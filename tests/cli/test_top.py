@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,42 @@ def test_a_service_that_does_not_answer_is_named() -> None:
     endpoint = Endpoint(address)
     endpoint.scrape()
     assert f"no answer from {address}" in text({"draft": endpoint})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x00\x00\x18\x04\x00\x00\x00\x00\x00grpc\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n<html>hello {world}</html>\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\nabc 1\n",
+        b"HTTP/1.1 200 OK\r\n\r\n\xff\xfe\n",
+        b"HTTP/1.1 200 OK\r\n\r\nabc NaNx\n",
+    ],
+    ids=["gRPC", "HTML", "cut off", "no UTF-8", "no number"],
+)
+def test_what_answers_with_something_else_than_metrics_is_named(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        endpoint = Endpoint(address)
+        endpoint.scrape()
+        server.join()
+    assert f"no metrics at {address}: " in text({"target": endpoint})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:abc", "127.0.0.1 :90"])
+def test_what_is_no_address_is_named(address: str) -> None:
+    endpoint = Endpoint(address)
+    endpoint.scrape()
+    assert address in text({"target": endpoint})
 
 
 def test_without_addresses_it_says_which_are_missing() -> None:
