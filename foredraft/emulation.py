@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 ACCEPT = 0.8
+MAX_MS = 3_600_000
 COST = re.compile(r"(?P<base>\d+(\.\d+)?)ms(\+(?P<per_token>\d+(\.\d+)?)ms/token)?")
 EXAMPLE = "target=20ms+0.2ms/token,draft=2ms,accept=0.8"
 
@@ -58,7 +59,10 @@ def parse_cost(name: str, text: str) -> Cost:
     match = COST.fullmatch(text)
     if match is None:
         raise ValueError(f"{name} must be a time such as 2ms or 20ms+0.2ms/token, which {text!r} is not")
-    return Cost(1e-3 * float(match["base"]), 1e-3 * float(match["per_token"] or 0))
+    base, per_token = float(match["base"]), float(match["per_token"] or 0)
+    if max(base, per_token) > MAX_MS:
+        raise ValueError(f"{name} must take at most {MAX_MS} ms, an hour, which {text!r} exceeds")
+    return Cost(1e-3 * base, 1e-3 * per_token)
 
 
 def parse_rate(text: str) -> float:

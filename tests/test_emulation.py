@@ -21,6 +21,8 @@ def test_costs_are_milliseconds_and_the_example_is_right() -> None:
         ("", "'' is not one"),
         ("accept=0.5", "what a pass of target or draft takes"),
         ("target=20", "which '20' is not"),
+        ("target=3600001ms", "at most 3600000 ms, an hour, which '3600001ms' exceeds"),
+        ("draft=2ms+" + "9" * 400 + "ms/token", "at most 3600000 ms, an hour"),
         ("target=20ms+2ms", "which '20ms+2ms' is not"),
         ("target=-1ms", "which '-1ms' is not"),
         ("target=1ms,target=2ms", "target only once"),
