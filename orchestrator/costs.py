@@ -16,6 +16,18 @@ PRIOR_HITS, PRIOR_VERDICTS = 2.0, 4.0
 DECAY = 0.98
 
 
+# Beyond so many, numbers that differ by less than an eighth share a mean.
+EXACT = 16
+
+
+def binned(n: int) -> int:
+    """The number that stands for n and those near it."""
+    if n <= EXACT:
+        return n
+    step = 1 << (n.bit_length() - 4)  # 8 steps an octave
+    return n // step * step
+
+
 class Curve:
     """A running mean for each whole number, such as seconds by tokens; between numbers on a straight line."""
 
@@ -26,6 +38,7 @@ class Curve:
 
     def add(self, n: int, value: float) -> None:
         """Learn a value at n."""
+        n = binned(n)
         self.age()
         kept = (1 - OBSOLESCENCE) ** (self._count - self._measured.get(n, 0))
         self.values[n] = kept * self.values.get(n, value) + (1 - kept) * value
@@ -39,6 +52,8 @@ class Curve:
         """The value at n; beyond what was measured that of the nearest number, and `default` if nothing was."""
         if n in self.values:
             return self.values[int(n)]
+        if not self.values:
+            return default
         below = max((m for m in self.values if m < n), default=None)
         above = min((m for m in self.values if m > n), default=None)
         if below is None or above is None:
@@ -103,7 +118,8 @@ class TargetCosts:
 
         What one of many adds looks cheap beside the batch; if all of them draft for that, all of them wait.
         """
-        return self.wire.value + (1 + self.queue.value) * self.forward.at(self.rows.value * (1 + k))
+        seconds = self.wire.value + (1 + self.queue.value) * self.forward.at(self.rows.value * (1 + k))
+        return max(seconds, 1e-9)  # A target may tell no times.
 
     def knows(self, k: int) -> bool:
         """Whether a forward as small as that of a round of k draft tokens was measured."""

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from foredraft.serving.errors import unavailable
+from foredraft.serving.errors import RequestError, unavailable
 from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 from orchestrator.backends import Backends, TargetReplica
@@ -101,6 +101,8 @@ class Decoder:
                     targets.failed(replica, f"lost a session: {cause}")
                 if len(sample.text) > reached:  # Else it got stuck here before, and time runs.
                     reached, give_up = len(sample.text), time.perf_counter() + self._settings.target_wait_s
+                elif time.perf_counter() > give_up:
+                    raise self._gone(cause)
             await emissions.put(None)
         except Exception as error:
             await emissions.put(error)
@@ -124,9 +126,11 @@ class Decoder:
                         return replica
                     await targets.wait()
         except TimeoutError:
-            wait = self._settings.target_wait_s
-            message = f"the target was lost and did not come back within {wait:g} s: {targets.reason or cause}"
-            raise unavailable(message, wait) from None
+            raise self._gone(targets.reason or cause) from None
+
+    def _gone(self, cause: str) -> RequestError:
+        wait = self._settings.target_wait_s
+        return unavailable(f"the target was lost and did not come back within {wait:g} s: {cause}", wait)
 
     async def _speculate(
         self, sample: SampleState, replica: TargetReplica, emissions: asyncio.Queue[Emission | Exception | None]

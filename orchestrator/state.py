@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from foredraft.v1 import common_pb2, generation_pb2
+from foredraft.serving.errors import RequestError
+from foredraft.v1 import common_pb2, generation_pb2, target_pb2
 from orchestrator.backends import DraftReplica
 from orchestrator.costs import TargetCosts
 from orchestrator.draft import Proposal
@@ -94,8 +96,12 @@ class SampleState:
         statistics.misses_all_accepted += not hit and accepted == drafted
 
     def receive(self, timed: TimedVerdict, proposal: Proposal) -> Emission:
-        """Append what the verdict emits to the text, and count it."""
+        """Append what the verdict emits to the text, and count it.
+
+        Raises RequestError INTERNAL for a verdict that no target may give.
+        """
         verdict, drafted = timed.verdict, len(proposal.token_ids)
+        check_verdict(verdict, drafted)
         tokens = proposal.token_ids[: verdict.accepted]
         if verdict.HasField("next_token"):
             tokens = [*tokens, verdict.next_token]
@@ -145,6 +151,17 @@ class SampleState:
         add_time(statistics.target_time, compute)
         add_time(statistics.queue_time, queue)
         add_time(statistics.wire_time, max(0.0, timed.elapsed - compute - queue))
+
+
+def check_verdict(verdict: target_pb2.Verdict, drafted: int) -> None:
+    """Raises RequestError INTERNAL unless the verdict accepts what was drafted and either ends the text or goes on."""
+    if verdict.accepted > drafted:
+        wrong = f"accepted {verdict.accepted} of {drafted} draft tokens"
+    elif not verdict.HasField("next_token") and not (verdict.finish_reason and verdict.accepted):
+        wrong = "has no next token, and no accepted one that ends the text"
+    else:
+        return
+    raise RequestError(grpc.StatusCode.INTERNAL, f"the target's verdict on round {verdict.round_id} {wrong}")
 
 
 def add_time(duration: Duration, seconds: float) -> None:

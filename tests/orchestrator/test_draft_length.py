@@ -197,3 +197,19 @@ def test_a_curve_is_a_straight_line_between_what_was_measured() -> None:
     curve.add(2, 10.0)
     curve.add(4, 20.0)
     assert [curve.at(n) for n in (1, 2, 3, 4, 9)] == [10.0, 10.0, 15.0, 20.0, 20.0]
+
+
+def test_a_curve_stays_small_and_true_whatever_is_measured() -> None:
+    curve = Curve()
+    for n in range(1, 20_000):
+        curve.add(n, 1e-3 * n)
+    assert len(curve.values) < 120
+    assert all(curve.at(n) == pytest.approx(1e-3 * n, rel=0.2) for n in (1, 7, 16, 100, 1000, 19_000))
+
+
+def test_a_target_that_tells_no_times_breaks_nothing() -> None:
+    common = shared()
+    common.target.add(rows=1, tokens=1, compute=0.0, queue=0.0, elapsed=0.0)
+    length = DraftLength(limit=4, shared=common)
+    length.observe(4, 4)
+    assert 0 <= length.choose(100) <= 4

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from foredraft.serving.errors import RequestError
 from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import draft_pb2_grpc, generation_pb2, target_pb2, target_pb2_grpc
 from orchestrator import replicas as module
@@ -113,6 +114,19 @@ async def test_a_target_that_falls_silent_is_replaced_by_another(servers: Server
         assert await decoding.decode(mode=generation_pb2.MODE_PLAIN) == expected()
         assert not decoding.backends.targets.all[addresses[0]].sessions
         assert decoding.backends.targets.failovers == 1
+
+
+async def test_targets_that_all_hang_end_the_request_after_a_bounded_wait(servers: Servers) -> None:
+    hung = [ScriptedTarget(), ScriptedTarget()]
+    for target in hung:
+        target.delay = 60.0
+    addresses = [await servers.target(target) for target in hung]
+    async with Decoding(target=addresses, draft=None, target_silence_s=0.2) as decoding:
+        decoding.settings = decoding.settings.model_copy(update={"target_wait_s": 0.5})
+        with pytest.raises(RequestError, match="no sign of life") as caught:
+            async with asyncio.timeout(20):
+                await decoding.decode(mode=generation_pb2.MODE_PLAIN)
+    assert caught.value.status is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_session_moves_when_its_target_drains(servers: Servers) -> None:
