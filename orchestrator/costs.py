@@ -1,5 +1,7 @@
 """What rounds cost and give, as measured; the draft length is chosen from it."""
 
+import math
+from bisect import bisect, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +35,7 @@ class Curve:
 
     def __init__(self) -> None:
         self.values: dict[int, float] = {}
+        self._known: list[int] = []
         self._measured: dict[int, int] = {}
         self._count = 0
 
@@ -40,9 +43,16 @@ class Curve:
         """Learn a value at n."""
         n = binned(n)
         self.age()
+        if n not in self.values:
+            insort(self._known, n)
         kept = (1 - OBSOLESCENCE) ** (self._count - self._measured.get(n, 0))
         self.values[n] = kept * self.values.get(n, value) + (1 - kept) * value
         self._measured[n] = self._count
+
+    @property
+    def least(self) -> float:
+        """The smallest number that was measured; infinite if none was."""
+        return self._known[0] if self._known else math.inf
 
     def age(self) -> None:
         """Let what was measured so far count less."""
@@ -54,11 +64,10 @@ class Curve:
             return self.values[int(n)]
         if not self.values:
             return default
-        below = max((m for m in self.values if m < n), default=None)
-        above = min((m for m in self.values if m > n), default=None)
-        if below is None or above is None:
-            nearest = below if above is None else above
-            return default if nearest is None else self.values[nearest]
+        i = bisect(self._known, n)
+        if i in (0, len(self._known)):
+            return self.values[self._known[0 if i == 0 else -1]]
+        below, above = self._known[i - 1], self._known[i]
         share = (n - below) / (above - below)
         return self.values[below] + share * (self.values[above] - self.values[below])
 
@@ -123,7 +132,7 @@ class TargetCosts:
 
     def knows(self, k: int) -> bool:
         """Whether a forward as small as that of a round of k draft tokens was measured."""
-        return any(tokens < self.rows.value * (1.5 + k) for tokens in self.forward.values)
+        return self.forward.least < self.rows.value * (1.5 + k)
 
 
 class DraftCosts:
@@ -131,7 +140,7 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self.wait = Curve()
-        self.wait.values[0] = 0.0
+        self.wait.add(0, 0.0)
         self._hits: dict[int, Rate] = {}
         self._acceptance: dict[int, Rate] = {}
 

@@ -41,13 +41,13 @@ class Estimates:
     hit: Sequence[float]
 
 
-def accepted(rates: Sequence[float], k: int) -> float:
-    """Expected accepted tokens of a round of k; rates[i]: position i, once all before it are accepted."""
-    return float(sum(accumulate(rates[:k], mul)))
+def expected(rates: Sequence[float]) -> list[float]:
+    """Expected accepted tokens of rounds of 0, 1, ... draft tokens; rates[i]: position i, once all before it are."""
+    return [0.0, *accumulate(accumulate(rates, mul))]
 
 
-def goodput(rates: Sequence[float], estimates: Estimates, choice: Choice) -> float:
-    """Expected tokens per second.
+def goodput(accepted: Sequence[float], estimates: Estimates, choice: Choice) -> float:
+    """Expected tokens per second, given what is `expected` to be accepted.
 
     Rounds follow hits or misses. One after a hit drafts k tokens and its verdict is foreseen with probability hit[k];
     one after a miss drafts m = after_miss tokens, waits for them and is foreseen with hit[m]. The share of rounds after
@@ -56,7 +56,7 @@ def goodput(rates: Sequence[float], estimates: Estimates, choice: Choice) -> flo
     k, m = choice.k, choice.after_miss
     hits, misses = estimates.hit[m], 1 - estimates.hit[k]
     share = hits / (hits + misses) if hits + misses > 0 else 1.0
-    tokens = 1 + share * accepted(rates, k) + (1 - share) * accepted(rates, m)
+    tokens = 1 + share * accepted[k] + (1 - share) * accepted[m]
     return tokens / (share * estimates.round[k] + (1 - share) * (estimates.wait[m] + estimates.round[m]))
 
 
@@ -169,8 +169,8 @@ class DraftLength:
 
     def _allowed(self) -> list[int]:
         """The k above 0 that keep the target accept rate."""
-        rates, least = self._rates(), self._target_accept_rate or 0
-        return [k for k in range(1, self._limit + 1) if accepted(rates, k) / k >= least]
+        least, accepted = self._target_accept_rate or 0, self._expected()
+        return [k for k in range(1, self._limit + 1) if accepted[k] / k >= least]
 
     def _longest(self) -> Choice:
         k = max(self._allowed(), default=min(1, self._limit))
@@ -188,9 +188,9 @@ class DraftLength:
             [draft.wait.at(k) for k in numbers],
             [0.0 if self._shared.turns else draft.hit_rate(k) for k in numbers],
         )
-        rates = self._rates()
+        accepted = self._expected()
         possible = [c for c in choices(max(allowed), turns=self._shared.turns) if c.k in allowed]
-        return max([PLAIN, *possible], key=lambda choice: goodput(rates, estimates, choice))
+        return max([PLAIN, *possible], key=lambda choice: goodput(accepted, estimates, choice))
 
-    def _rates(self) -> list[float]:
-        return [self._own.acceptance(position) for position in range(self._limit)]
+    def _expected(self) -> list[float]:
+        return expected([self._own.acceptance(position) for position in range(self._limit)])

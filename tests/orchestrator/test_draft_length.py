@@ -16,8 +16,8 @@ from orchestrator.draft_length import (
     DraftLength,
     Estimates,
     Shared,
-    accepted,
     choices,
+    expected,
     goodput,
 )
 
@@ -67,35 +67,34 @@ def test_a_round_never_emits_more_than_wanted(wanted: int, limit: int) -> None:
 
 
 def test_accepted_is_the_expected_number_of_accepted_tokens() -> None:
-    assert accepted([0.8, 0.5], 1) == pytest.approx(0.8)
-    assert accepted([0.8, 0.5], 2) == pytest.approx(0.8 + 0.8 * 0.5)
+    assert expected([0.8, 0.5]) == pytest.approx([0.0, 0.8, 0.8 + 0.8 * 0.5])
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_predicted_acceptance_falls_with_k(rates: list[float]) -> None:
-    predicted = [accepted(rates, k) / k for k in range(1, len(rates) + 1)]
+    predicted = [tokens / k for k, tokens in enumerate(expected(rates)) if k > 0]
     assert all(a >= b - 1e-12 for a, b in pairwise(predicted))
 
 
 def test_goodput_of_turns_is_the_closed_form() -> None:
     never = Estimates(round=[1.0, 1.1, 1.2], wait=[0.0, 0.1, 0.2], hit=[0.0] * 3)
-    assert goodput([0.8, 0.5], never, Choice(2, 2)) == pytest.approx((1 + 0.8 + 0.4) / (1.2 + 0.2))
-    assert goodput([0.8, 0.5], never, PLAIN) == pytest.approx(1.0)
+    assert goodput(expected([0.8, 0.5]), never, Choice(2, 2)) == pytest.approx((1 + 0.8 + 0.4) / (1.2 + 0.2))
+    assert goodput(expected([0.8, 0.5]), never, PLAIN) == pytest.approx(1.0)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 3))
 def test_goodput_of_overlap_is_what_a_simulation_gives(seed: int, k: int, m: int) -> None:
     rng = random.Random(seed)
-    rates = [rng.uniform(0.2, 0.9) for _ in range(3)]
+    accepted = expected([rng.uniform(0.2, 0.9) for _ in range(3)])
     hit = [rng.uniform(0.2, 0.8) for _ in range(4)]
     estimates = Estimates([1.0, 1.3, 1.4, 1.6], [0.0, 0.2, 0.5, 0.6], hit)
     # The expectation over many rounds, followed exactly: the probability that a round comes after a hit.
     after_hit, tokens, seconds = 0.0, 0.0, 0.0
     for _ in range(3000):
-        tokens += 1 + after_hit * accepted(rates, k) + (1 - after_hit) * accepted(rates, m)
+        tokens += 1 + after_hit * accepted[k] + (1 - after_hit) * accepted[m]
         seconds += after_hit * estimates.round[k] + (1 - after_hit) * (estimates.wait[m] + estimates.round[m])
         after_hit = after_hit * hit[k] + (1 - after_hit) * hit[m]
-    assert goodput(rates, estimates, Choice(k, m)) == pytest.approx(tokens / seconds, rel=2e-3)
+    assert goodput(accepted, estimates, Choice(k, m)) == pytest.approx(tokens / seconds, rel=2e-3)
 
 
 def test_choices_include_every_short_length_and_the_limit() -> None:
