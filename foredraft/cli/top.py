@@ -47,7 +47,7 @@ class Endpoint:
             self._fail(f"no answer from {self.address}: {getattr(error, 'reason', error)}")
         # In Python's notation, for it may hold what was received.
         except (HTTPException, ValueError) as error:
-            self._fail(f"no metrics at {self.address}: {error!r}")
+            self._fail(f"no metrics at {self.address}: {error!r:.200}")
 
     def _fail(self, failure: str) -> None:
         self.scrapes.clear()
