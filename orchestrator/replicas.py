@@ -30,6 +30,8 @@ UNFIT_INTERVAL = 10.0
 RESOLVE_INTERVAL = 5.0
 # Seconds after which a channel that is not used any more is closed whatever still runs there.
 LONGEST_SESSION_S = 3600.0
+# The owner of addresses that were given as such.
+FIXED = ""
 # Texts are recognised by their beginnings of whole blocks of so many tokens; so many beginnings are remembered.
 BLOCK, REMEMBERED = 32, 16_384
 
@@ -106,6 +108,8 @@ class Replicas(Generic[Stub, Admitted]):
         self._tls = tls
         self._fingerprint = tls.fingerprint() if tls is not None else b""
         self._served: OrderedDict[int, str] = OrderedDict()
+        # Which of the names, or the fixed addresses, an address comes from: it goes when the last of them lets go.
+        self._owners: dict[str, set[str]] = {}
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -113,7 +117,7 @@ class Replicas(Generic[Stub, Admitted]):
     def start(self) -> None:
         """Begin to look for replicas."""
         for address in self._fixed:
-            self._add(address)
+            self._own(address, FIXED)
         for name in self._names:
             self._tasks[name] = asyncio.create_task(self._resolve(name))
 
@@ -182,16 +186,28 @@ class Replicas(Generic[Stub, Admitted]):
         capacity = self._capacity(replica.admitted) if replica.admitted is not None else 0
         return max(0, (capacity or math.inf) - replica.sessions)
 
+    def _own(self, address: str, owner: str, authority: str | None = None) -> None:
+        if address not in self.all:
+            self._add(address, authority)
+        self._owners.setdefault(address, set()).add(owner)
+
+    def _disown(self, address: str, owner: str) -> None:
+        owners = self._owners[address]
+        owners.discard(owner)
+        if not owners:
+            removal = asyncio.create_task(self._remove(self.all.pop(address)))
+            self._closing.add(removal)
+            removal.add_done_callback(self._closing.discard)
+
     def _add(self, address: str, authority: str | None = None) -> None:
         made = channel(address, self._tls, authority=authority)
         replica = self.all[address] = Replica[Stub, Admitted](address, authority, self._make_stub(made), made)
         self._tasks[address] = asyncio.create_task(self._watch(replica))
 
-    async def _remove(self, address: str) -> None:
+    async def _remove(self, replica: Replica[Stub, Admitted]) -> None:
         """Running sessions go on: only the watch ends, and the channel closes when they have ended."""
-        replica = self.all.pop(address)
         self._exclude(replica, "is no address of the service any more")
-        task = self._tasks.pop(address)
+        task = self._tasks.pop(replica.address)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -210,16 +226,14 @@ class Replicas(Generic[Stub, Admitted]):
             else:
                 hosts = {str(end[0]) for *_, end in found}
                 addresses = {f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in hosts}
-                for address in addresses - mine - self.all.keys():
+                for address in addresses - mine:
                     try:
-                        self._add(address, authority=host)
+                        self._own(address, name, authority=host)
                     except TlsError as error:  # Half renewed: they will fit together at the next look.
                         logger.warning("cannot connect to %s yet: %s", address, error)
                 addresses &= self.all.keys()
                 for address in mine - addresses:
-                    removal = asyncio.create_task(self._remove(address))
-                    self._closing.add(removal)
-                    removal.add_done_callback(self._closing.discard)
+                    self._disown(address, name)
                 mine = addresses
             await asyncio.sleep(RESOLVE_INTERVAL)
 
