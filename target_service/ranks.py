@@ -2,11 +2,11 @@
 
 This process is rank 0: it serves and leads. The others are processes of its own that follow. None outlives the others:
 each follower has a pipe as its standard input, which ends when this process is gone, however it ended; and the end of a
-follower fulfils `lost`. The ranks find one another on loopback.
+follower fulfils `lost`, as does a step that never ends, because one of them hangs. The ranks find one another on
+loopback.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -20,6 +20,7 @@ from torch import distributed
 
 from foredraft.engine import parallel
 from foredraft.engine.loading import parallel_device
+from foredraft.serving.model_thread import ModelThread
 from foredraft.serving.server import StartError
 from foredraft.settings import TargetSettings
 
@@ -28,8 +29,12 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 HOST = "127.0.0.1"
-# What a follower needs to end after its dismissal.
+# What followers need to end when they are dismissed.
 STOP_TIMEOUT_S = 15.0
+# A step of the model that takes longer than this never ends: its ranks are in different collectives, or one hangs.
+STEP_TIMEOUT_S = 60.0
+# How often that is looked at.
+WATCH_S = 1.0
 
 
 class RankLostError(StartError):
@@ -50,7 +55,7 @@ class Ranks:
 
     def __init__(self, settings: TargetSettings, device: str) -> None:
         self.size = settings.tensor_parallel_size
-        # Of the first follower that ended before it was told to, what happened.
+        # What happened, once a follower has ended before it was told to, or does not go on.
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._settings, self._device = settings, device
         # By itself it would listen on all interfaces, and whoever can write to it speaks to the ranks.
@@ -121,23 +126,32 @@ class Ranks:
             self.kill()
             raise
 
-    def guard(self, on_loss: Callable[[str], None], wake: Callable[[], None]) -> None:
-        """Calls `on_loss` if a follower ends, and wakes the model thread now and then, to keep the others waiting."""
+    def guard(self, on_loss: Callable[[str], None], thread: ModelThread) -> None:
+        """Calls `on_loss` if a follower ends or hangs, and wakes `thread` now and then, to keep the others waiting."""
         self.lost.add_done_callback(lambda lost: None if lost.cancelled() else on_loss(lost.result()))
-        self._watches.append(asyncio.create_task(self._keep_waiting(wake)))
+        self._watches.append(asyncio.create_task(self._keep_waiting(thread.wake)))
+        self._watches.append(asyncio.create_task(self._watch_steps(thread)))
 
-    async def stop(self) -> None:
-        """Ends the followers that have not ended by themselves after their dismissal."""
+    async def stop(self, dismiss: Callable[[], None]) -> bool:
+        """Has `dismiss`, which may block, end the followers.
+
+        Returns False if one had to be killed: what waits for it in this process never ends.
+        """
         self._leaving = True
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
+                await asyncio.to_thread(dismiss)
                 await asyncio.gather(*(process.wait() for process in self._processes))
-        self.kill()
+        except TimeoutError:
+            logger.error("a rank of the target has not ended within %g s of its dismissal", STOP_TIMEOUT_S)
+            self.kill()
+            return False
         for watch in self._watches:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
         if distributed.is_initialized():
             distributed.destroy_process_group()
+        return True
 
     def kill(self) -> None:
         """Ends the followers at once."""
@@ -154,9 +168,18 @@ class Ranks:
     async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._lose(f"rank {rank} of the target {how}; its last output says why")
+
+    async def _watch_steps(self, thread: ModelThread) -> None:
+        while not self.lost.done():
+            await asyncio.sleep(WATCH_S)
+            if thread.step_s > STEP_TIMEOUT_S:
+                self._lose(f"a step of the target has not ended within {STEP_TIMEOUT_S:g} s; one of its ranks hangs")
+
+    def _lose(self, what: str) -> None:
         if not self._leaving and not self.lost.done():
-            logger.error("rank %d of the target %s", rank, how)
-            self.lost.set_result(f"rank {rank} of the target {how}; its last output says why")
+            logger.error("%s", what)
+            self.lost.set_result(what)
 
 
 def _succeed(future: "asyncio.Future[Result]", result: Result) -> None:

@@ -44,15 +44,19 @@ class Target:
     ranks: Ranks | None = None
     leader: Leader | None = None
 
-    async def stop(self) -> None:
-        """Ends the model thread once its forward is done, then the other ranks. Call it when no session is left."""
-        if self.ranks is not None and (self.ranks.lost.done() or self.thread.failure is not None):
+    async def stop(self) -> bool:
+        """Ends the model thread once its forward is done, then the other ranks. Call it when no session is left.
+
+        Returns False if a thread is left behind that nothing can end; this process can only `leave` then.
+        """
+        if self.ranks is None:
+            if not await asyncio.to_thread(self.thread.stop):
+                return False
+        elif self.ranks.lost.done() or not await asyncio.to_thread(self.thread.stop) or self.thread.failure is not None:
             self.ranks.kill()
-            return
-        await asyncio.to_thread(self.thread.stop)
-        if self.ranks is not None and self.leader is not None:
-            await asyncio.to_thread(self.leader.dismiss)
-            await self.ranks.stop()
+            return False
+        elif self.leader is not None and not await self.ranks.stop(self.leader.dismiss):
+            return False
         counters = self.scheduler.counters
         logger.info(
             "%d passes over %d tokens for %d rounds; the model computed %.3f s of the %.3f s that they took in all",
@@ -62,6 +66,7 @@ class Target:
             counters.compute_s,
             counters.span_s,
         )
+        return True
 
 
 async def main(settings: TargetSettings) -> int:
@@ -79,9 +84,8 @@ async def main(settings: TargetSettings) -> int:
         raise
     await server.set_serving()
     exit_code = await server.wait()
-    await target.stop()
-    if target.ranks is not None and exit_code:
-        leave(exit_code)
+    if not await target.stop():
+        leave(exit_code or 1)
     return exit_code
 
 
@@ -89,8 +93,8 @@ async def start_target(settings: TargetSettings, server: Server) -> Target:
     """Loads the model, which blocks no handler, starts its thread and adds the service to `server`.
 
     If the model fails later, all sessions end with INTERNAL, or with UNAVAILABLE if it has several ranks, of which
-    one may be lost, and the server shuts down with exit code 1. Raises StartError for settings or a model that cannot
-    be served.
+    one may be lost or hang, and the server shuts down with exit code 1. Raises StartError for settings or a model that
+    cannot be served.
     """
     try:
         ranks = await start_ranks(settings) if settings.tensor_parallel_size > 1 else None
@@ -137,7 +141,7 @@ async def start_target(settings: TargetSettings, server: Server) -> Target:
     server.metrics.register(TargetMetrics(scheduler, places, thread))
     thread.start()
     if ranks is not None:
-        ranks.guard(fail, thread.wake)
+        ranks.guard(fail, thread)
     return Target(identity, scheduler, places, servicer, thread, ranks, engine.leader)
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
+# A step that takes longer than this, after all sessions have ended, is not waited for.
+STOP_TIMEOUT_S = 10.0
+
 
 class ModelThread:
     """Calls `step` again and again in one dedicated thread while it returns True, then waits for `wake`.
@@ -30,6 +33,7 @@ class ModelThread:
         self._prepare = prepare
         self._awake = threading.Event()
         self._stopping = False
+        self._step_since: float | None = None
         # Seconds waited, and since when it waits; one tuple, so that other threads never see half of a change.
         self._waited: tuple[float, float | None] = (0.0, None)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -42,12 +46,24 @@ class ModelThread:
         """Have `step` called again; from any thread, cheap. What was written before this call is seen by that step."""
         self._awake.set()
 
-    def stop(self) -> None:
-        """Let the step in progress end, then end the thread. Blocks meanwhile: call it with `asyncio.to_thread`."""
+    def stop(self) -> bool:
+        """Let the step in progress end, then end the thread. Blocks meanwhile: call it with `asyncio.to_thread`.
+
+        Returns whether the thread has ended: a step may hang, and is then left behind after `STOP_TIMEOUT_S`.
+        """
         self._stopping = True
         self._awake.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the thread %r is left behind in a step of %.0f s so far", self._thread.name, self.step_s)
+        return not self._thread.is_alive()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the step in progress has taken so far, 0 without one; from any thread."""
+        since = self._step_since
+        return 0.0 if since is None else time.perf_counter() - since
 
     @property
     def idle_s(self) -> float:
@@ -63,12 +79,19 @@ class ModelThread:
             while not self._stopping:
                 # Cleared before the step: a wake during the step leads to another one.
                 self._awake.clear()
-                if not self._stopping and not self._step():
+                if not self._stopping and not self._timed_step():
                     self._wait()
         except Exception as error:
             logger.exception("the thread %r ended by an error", self._thread.name)
             self.failure = error
             self._on_failure(error)
+
+    def _timed_step(self) -> bool:
+        self._step_since = time.perf_counter()
+        try:
+            return self._step()
+        finally:
+            self._step_since = None
 
     def _wait(self) -> None:
         waited, since = self._waited[0], time.perf_counter()

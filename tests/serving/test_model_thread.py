@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from foredraft.serving import model_thread
 from foredraft.serving.model_thread import ModelThread
 
 WAIT_S = 20
@@ -71,12 +72,32 @@ def test_stop_lets_the_step_in_progress_end() -> None:
     model.start()
     assert started.wait(WAIT_S)
     threading.Timer(0.05, proceed.set).start()
-    model.stop()
+    assert model.stop()
     assert ended.is_set()
 
 
+def test_a_step_that_hangs_is_seen_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_thread, "STOP_TIMEOUT_S", 0.05)
+    hangs, proceed = threading.Event(), threading.Event()
+
+    def step() -> bool:
+        hangs.set()
+        proceed.wait()
+        return True
+
+    model = thread(step)
+    assert model.step_s == 0
+    model.start()
+    assert hangs.wait(WAIT_S)
+    assert not model.stop()
+    assert model.step_s > 0
+    proceed.set()
+    assert model.stop()
+    assert model.step_s == 0
+
+
 def test_a_thread_that_was_never_started_can_be_stopped() -> None:
-    thread(lambda: False).stop()
+    assert thread(lambda: False).stop()
 
 
 @pytest.mark.parametrize("where", ["step", "prepare"])

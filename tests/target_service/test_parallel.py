@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,19 @@ from tests.target_service.kit import CONTEXT, Client
 
 PROMPT = tiny.tokenizer().encode("The quick brown fox")
 TIMEOUT_S = 120.0
+
+
+class Impatient(Server):
+    """A target server that soon takes a step of the model for one that hangs."""
+
+    def start(self) -> None:
+        script = "from foredraft import cli; from target_service import ranks; ranks.STEP_TIMEOUT_S = 2; cli.main()"
+        self._command[1:3] = ["-c", script]
+        super().start()
+
+
+def start_impatient(log: Path, **options: Any) -> Server:
+    return Impatient("target-server", log, "target_listen", **{"threads": 1, **options})
 
 
 class Split:
@@ -53,9 +66,11 @@ class Split:
 
 
 @asynccontextmanager
-async def split(model: Path, log: Path, **options: Any) -> AsyncIterator[Split]:
+async def split(
+    model: Path, log: Path, start: Callable[..., Server] = start_target_server, **options: Any
+) -> AsyncIterator[Split]:
     options = {"max_model_len": CONTEXT, "tensor_parallel_size": 2, **options}
-    server = start_target_server(log, model=model, **options)
+    server = start(log, model=model, **options)
     try:
         await asyncio.to_thread(server.wait_ready)
         yield Split(server)
@@ -120,6 +135,22 @@ async def test_when_a_follower_dies_calls_get_unavailable_and_the_server_ends(tm
         assert "going down" in message
         assert await target.end() == 1
     assert "rank 1 of the target was ended by signal 9" in (tmp_path / "log").read_text()
+
+
+async def test_when_a_follower_hangs_calls_get_unavailable_and_the_server_ends(tmp_path: Path) -> None:
+    model = tiny.save_model(tmp_path / "model")
+    async with (
+        split(model, tmp_path / "log", start_impatient, dtype="float32") as target,
+        target.client() as client,
+    ):
+        follower = target.follower
+        follower.suspend()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await client.open(PROMPT, max_new_tokens=20, ignore_eos=True)
+        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert await target.end() == 1
+        await gone(follower)
+    assert "one of its ranks hangs" in (tmp_path / "log").read_text()
 
 
 def test_a_follower_ends_when_its_leader_is_gone() -> None:
