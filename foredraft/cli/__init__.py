@@ -1,5 +1,7 @@
 """The `foredraft` command. Commands import what they need when they run: `foredraft --help` loads no torch."""
 
+import errno
+import os
 import sys
 from typing import Any
 
@@ -8,6 +10,9 @@ from typer.core import TyperGroup
 
 from foredraft.cli import chat, demo, distill, generate, servers, token, top, up
 from foredraft.config import ConfigError
+
+# A full disk or quota, a file beyond the limit, a broken device, a closed pipe.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 class Commands(TyperGroup):
@@ -44,5 +49,19 @@ app.command("orchestrator")(servers.orchestrator)
 
 
 def main() -> None:
-    """Entry point of the `foredraft` script."""
-    app()
+    """Entry point of the `foredraft` script; exit code 1 if the output cannot be written."""
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        # Who has closed a pipe does not want to know.
+        if error.errno != errno.EPIPE:
+            print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        # Python writes what is left once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)

@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from foredraft.cli.demo import tokens_per_second
-from foredraft.cli.up import Stack, available_cores
+from foredraft.cli.up import OnStack, Stack, available_cores
 from foredraft.config import build
 from foredraft.settings import Mode, OrchestratorSettings
 
@@ -52,19 +52,25 @@ def hint(options: Mapping[str, Any]) -> str | None:
     return f"whether speculation pays on {cores} CPU cores depends; up --measure measures it first"
 
 
-async def measure(options: Mapping[str, Any], *, pin: bool) -> Speeds:
+async def measure(options: Mapping[str, Any], *, pin: bool, on_stack: OnStack) -> Speeds:
     """Answer some prompts with services of its own that have these options, and again plainly with all cores.
+
+    `on_stack` gets them before they start.
 
     Raises ChildError and GenerationError, and ConfigError for options that do not fit together.
     """
     kept = {name: value for name, value in options.items() if not name.startswith("tls_") and not name.endswith(PUBLIC)}
     private = {**kept, "listen": "127.0.0.1:0", "max_sessions": SESSIONS, "draft_max_sessions": SESSIONS}
     cores = len(available_cores())
-    async with Stack(private, pin=pin) as stack:
+    stack = Stack(private, pin=pin)
+    on_stack(stack)
+    async with stack:
         plain, speculative = await speeds(stack.address, ("plain", "overlapped"))
     all_cores: Sequence[float] = ()
     if stack.threads < cores:
-        async with Stack({**private, "threads": cores, "speculation_enabled": False}) as whole:
+        whole = Stack({**private, "threads": cores, "speculation_enabled": False})
+        on_stack(whole)
+        async with whole:
             (all_cores,) = await speeds(whole.address, ("plain",))
     return Speeds(stack.threads, cores, plain, speculative, all_cores)
 

@@ -22,7 +22,7 @@ def chat(
     address: Address = "127.0.0.1:50051",
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
 ) -> None:
-    """Talk to the model. Also works in a pipe: every line is a message."""
+    """Talk to the model. Also works in a pipe: every line is a message. Exit code 1 if the last one failed."""
     from orchestrator.client import Client, GenerationError
 
     console = Console(highlight=False, soft_wrap=True)
@@ -39,18 +39,21 @@ def chat(
         Console(stderr=True, highlight=False).print(f"{models.target.name}, {drafting}. {HELP}", style="dim")
         # Around them all, since flags may hold what no request can.
         with plain_errors(address):
-            while (line := read_line()) is not None:
-                if line == "/quit":
-                    return
+            failed = False
+            while (line := read_line()) not in (None, "/quit"):
                 if line == "/reset":
-                    messages = list(start)
+                    messages, failed = list(start), False
                 elif line:
                     messages.append({"role": "user", "content": line})
                     try:
                         messages.append({"role": "assistant", "content": answer(client, console, messages, options)})
+                        failed = False
                     except GenerationError as error:
                         messages.pop()
+                        failed = True
                         print(f"error: {explain(error, address)}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(1)
 
 
 def read_line() -> str | None:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 import typer
 from rich.console import Console
@@ -119,6 +119,12 @@ class Stack:
         return Child(name, [sys.executable, *arguments], address, cores, self._health[HEALTH[name]])
 
 
+# Called with every stack before it starts.
+OnStack: TypeAlias = Callable[[Stack], None]
+# What runs before the services, with what to call about services of its own.
+First: TypeAlias = Callable[[OnStack], Awaitable[None]]
+
+
 def available_cores() -> list[int]:
     """The CPU cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
@@ -199,15 +205,20 @@ def up(
     raise typer.Exit(asyncio.run(run(stack, display, partial(measured, options, pin) if measure else None)))
 
 
-async def run(stack: Stack, display: Display, first: Callable[[], Awaitable[None]] | None) -> int:
-    """Run the stack, after `first`, until SIGINT, SIGTERM or the death of a service; returns the exit code."""
-    life = asyncio.create_task(live(stack, display, first))
+async def run(stack: Stack, display: Display, first: First | None) -> int:
+    """Run the stack, after `first`, until SIGINT, SIGTERM or the death of a service; returns the exit code.
+
+    A second signal hurries the services, those that `first` has started too.
+    """
+    stacks = [stack]
+    life = asyncio.create_task(live(stack, display, partial(first, stacks.append) if first else None))
     stopping = False
 
     def stop() -> None:
         nonlocal stopping
         if stopping:
-            stack.supervisor.hurry()
+            for each in stacks:
+                each.supervisor.hurry()
         else:
             stopping = life.cancel()
 
@@ -242,13 +253,13 @@ async def live(stack: Stack, display: Display, first: Callable[[], Awaitable[Non
             await stack.supervisor.wait()
 
 
-async def measured(options: Mapping[str, Any], pin: bool) -> None:
-    """Measure whether speculation pays here, and say so. Raises ChildError."""
+async def measured(options: Mapping[str, Any], pin: bool, on_stack: OnStack) -> None:
+    """Measure whether speculation pays here, and say so; `on_stack` gets the services for that. Raises ChildError."""
     from foredraft.cli import advice
     from orchestrator.client import GenerationError
 
     print("measuring whether speculation pays here ...", file=sys.stderr, flush=True)
     try:
-        print(advice.advice(await advice.measure(options, pin=pin)), flush=True)
+        print(advice.advice(await advice.measure(options, pin=pin, on_stack=on_stack)), flush=True)
     except GenerationError as error:
         print(f"it could not be measured: {error}", file=sys.stderr, flush=True)

@@ -41,7 +41,9 @@ async def test_speeds_are_measured_with_and_without_speculation_and_with_all_cor
     # Without the files of these options, services that others could reach would not start.
     public = {"tls_cert": "/nonexistent", "tls_key": "/nonexistent", "auth_tokens": "/nonexistent"}
     options = {"model": str(models[0]), "draft_model": str(models[1]), "threads": 1, "draft_threads": 1}
-    measured = await measure({**options, **public, "listen": "unix:/nonexistent"}, pin=False)
+    started: list[Stack] = []
+    measured = await measure({**options, **public, "listen": "unix:/nonexistent"}, pin=False, on_stack=started.append)
+    assert len(started) == 2
     assert (measured.threads, measured.cores) == (1, 2)
     for speeds in (measured.plain, measured.speculative, measured.all_cores):
         assert len(speeds) == len(PROMPTS)

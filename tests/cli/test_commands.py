@@ -11,10 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from foredraft.cli import app
-from foredraft.cli.up import Stack
+from foredraft.cli import app, up
+from foredraft.cli.up import OnStack, Stack
 from foredraft.serving.server import Server
 from tests import tiny
 
@@ -165,11 +166,57 @@ def test_chat_goes_on_after_an_answer_without_text(address: str) -> None:
     assert "error" not in result.stderr
 
 
+def test_chat_fails_if_the_last_message_did(address: str) -> None:
+    refused = run("chat", "--address", address, "--top-p", "2", text="Hello\nHello\n")
+    assert refused.exit_code == 1
+    assert refused.stderr.count("top_p is 2") == 2
+    assert run("chat", "--address", address, "--top-p", "2", text="Hello\n/reset\n").exit_code == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize("command", [["generate", "x"], ["generate", "x", "--json"], ["chat"], ["--help"]])
+def test_output_that_cannot_be_written_is_told_in_a_sentence(command: list[str], address: str) -> None:
+    options = [] if command == ["--help"] else ["--address", address, "--max-new-tokens", "3"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "foredraft.cli", *command, *options],
+            input="Hello\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "error: the output cannot be written: No space left on device"
+    assert "Traceback" not in result.stderr
+
+
 def test_chat_says_what_no_request_can_hold(address: str) -> None:
     result = run("chat", "--address", address, "--seed", "-1", text="Hello\n")
     assert result.exit_code == 2
     assert "seed: " in result.stderr
     assert "Traceback" not in result.stderr
+
+
+async def test_a_second_ctrl_c_hurries_the_services_that_measure(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks = [Stack({"model": str(model), "listen": "127.0.0.1:0"}) for _ in range(2)]
+    hurried = asyncio.Event()
+    monkeypatch.setattr(stacks[1].supervisor, "hurry", hurried.set)
+
+    async def first(on_stack: OnStack) -> None:
+        on_stack(stacks[1])
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:  # As long as services stop.
+            os.kill(os.getpid(), signal.SIGINT)
+            async with asyncio.timeout(10):
+                await hurried.wait()
+
+    try:
+        assert await up.run(stacks[0], up.Display(Console(stderr=True)), first) == 0
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 async def test_ctrl_c_stops_the_services_in_order_and_a_dead_one_stops_all(model: Path) -> None:
