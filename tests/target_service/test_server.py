@@ -12,13 +12,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoTokenizer
 
+from foredraft.serving import model_thread
 from foredraft.serving.channel import channel
 from foredraft.serving.server import StartError
 from foredraft.settings import TargetSettings
 from foredraft.v1 import common_pb2, target_pb2, target_pb2_grpc
 from target_service.server import main
 from tests import tiny
-from tests.target_service.kit import CONTEXT, Client, Service, open_message, running
+from tests.target_service.kit import CONTEXT, Client, Service, open_message, running, until
 
 PROMPT = tiny.tokenizer().encode("The quick brown fox")
 
@@ -141,3 +142,16 @@ async def outcome(client: Client) -> grpc.StatusCode | None:
     except grpc.aio.AioRpcError:
         pass
     return await client.call.code()
+
+
+async def test_a_target_whose_forward_hangs_stops_without_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_thread, "STOP_TIMEOUT_S", 0.05)
+    async with running(model) as service:
+        with service.gate():
+            client = Client(service.stub)
+            await client.send(open_message(PROMPT))
+            await until(lambda: service.target.thread.step_s > 0)
+            client.call.cancel()
+            assert not await service.target.stop()
+        await until(lambda: service.target.thread.step_s == 0)
+        assert await service.target.stop()
