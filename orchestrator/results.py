@@ -156,6 +156,7 @@ class Models:
     degraded_reason: str
     default_mode: str
     max_draft_tokens: int
+    max_new_tokens_limit: int | None
 
 
 def read_generated(response: generation_pb2.GenerateResponse) -> Generated:
@@ -211,6 +212,7 @@ def read_models(message: generation_pb2.GenerationServiceGetModelResponse) -> Mo
         degraded_reason=message.degraded_reason,
         default_mode=_name(generation_pb2.Mode, message.default_mode),
         max_draft_tokens=message.max_draft_tokens,
+        max_new_tokens_limit=message.max_new_tokens_limit if message.HasField("max_new_tokens_limit") else None,
     )
 
 

@@ -125,6 +125,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             degraded_reason=self._backends.degraded_reason,
             default_mode=self._default_mode(),
             max_draft_tokens=self._settings.max_draft_tokens,
+            max_new_tokens_limit=self._settings.max_new_tokens_limit,
         )
 
     async def _generate(self, request: generation_pb2.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:

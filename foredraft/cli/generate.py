@@ -36,7 +36,6 @@ def generate(
     dtype: Annotated[str, typer.Option("--dtype", help="For hf and manual: the type of the weights.")] = "auto",
 ) -> None:
     """Generate text from PROMPT: at most 256 tokens, unless --max-new-tokens says otherwise."""
-    options.setdefault("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     if prompt in (None, "-"):
         if sys.stdin.isatty():
             raise ConfigError(
@@ -54,6 +53,7 @@ def generate(
         refused = [name for name in SERVICE_ONLY if name in options]
         if refused or sample_count != 1 or logprobs is not None:
             raise ConfigError(f"--backend {backend} has no {', '.join(refused) or 'sample-count and logprobs'}")
+        options.setdefault("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
         in_process(backend, str(prompt), chat, options, model, draft_model, dtype, as_json)
 
 
@@ -69,6 +69,9 @@ def from_service(
     from orchestrator.client import Client
 
     with plain_errors(address), Client(address, **credentials) as client:
+        if "max_new_tokens" not in options:
+            limit = client.get_model().max_new_tokens_limit
+            options["max_new_tokens"] = min(DEFAULT_MAX_NEW_TOKENS, limit or DEFAULT_MAX_NEW_TOKENS)
         if as_json or sample_count > 1:
             if logprobs is not None:
                 options["logprobs"] = logprobs

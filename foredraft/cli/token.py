@@ -12,5 +12,6 @@ def token(
     from foredraft.serving.auth import new_token, token_hash
 
     made = new_token()
-    print(f"token (for FOREDRAFT_TOKEN, shown only now): {made}")
-    print(f"line for the file of auth_tokens: {token_hash(made).hex()} {' '.join(comment.split())}".rstrip())
+    print("token, for FOREDRAFT_TOKEN, shown only now:", made, sep="\n")
+    print("line for the file of auth_tokens:")
+    print(f"{token_hash(made).hex()} {' '.join(comment.split())}".rstrip())

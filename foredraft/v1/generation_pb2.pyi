@@ -260,17 +260,19 @@ class GenerationServiceGetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GenerationServiceGetModelResponse(_message.Message):
-    __slots__ = ("target", "draft", "drafters", "degraded_reason", "default_mode", "max_draft_tokens")
+    __slots__ = ("target", "draft", "drafters", "degraded_reason", "default_mode", "max_draft_tokens", "max_new_tokens_limit")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_REASON_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_LIMIT_FIELD_NUMBER: _ClassVar[int]
     target: _common_pb2.Model
     draft: _common_pb2.Model
     drafters: _containers.RepeatedScalarFieldContainer[_common_pb2.Drafter]
     degraded_reason: str
     default_mode: Mode
     max_draft_tokens: int
-    def __init__(self, target: _Optional[_Union[_common_pb2.Model, _Mapping]] = ..., draft: _Optional[_Union[_common_pb2.Model, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[_common_pb2.Drafter, str]]] = ..., degraded_reason: _Optional[str] = ..., default_mode: _Optional[_Union[Mode, str]] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
+    max_new_tokens_limit: int
+    def __init__(self, target: _Optional[_Union[_common_pb2.Model, _Mapping]] = ..., draft: _Optional[_Union[_common_pb2.Model, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[_common_pb2.Drafter, str]]] = ..., degraded_reason: _Optional[str] = ..., default_mode: _Optional[_Union[Mode, str]] = ..., max_draft_tokens: _Optional[int] = ..., max_new_tokens_limit: _Optional[int] = ...) -> None: ...

@@ -236,6 +236,7 @@ async def test_tokens_text_and_models_come_as_plain_values(client: AsyncClient, 
     models = await client.get_model()
     assert (models.target.name, models.target.eos_token_ids, models.draft) == (MODEL.name, [EOS], None)
     assert (models.default_mode, models.max_draft_tokens) == ("overlapped", 4)
+    assert models.max_new_tokens_limit is None
     assert await asyncio.to_thread(blocking.tokenize, "Hello") == tokenized
     assert await asyncio.to_thread(blocking.detokenize, tokenized.token_ids) == "Hello"
     assert await asyncio.to_thread(blocking.get_model) == models

@@ -293,6 +293,7 @@ async def test_get_model_tells_models_defaults_and_why_there_is_no_speculation(e
     assert not response.HasField("draft")
     assert response.degraded_reason == "there is no draft"
     assert (response.default_mode, response.max_draft_tokens) == (generation_pb2.MODE_OVERLAPPED, 4)
+    assert not response.HasField("max_new_tokens_limit")
     draft = common_pb2.Model(name="small")
     edge.backends.draft = Draft(draft, [common_pb2.DRAFTER_MODEL])
     response = await stub.GetModel(generation_pb2.GenerationServiceGetModelRequest())
