@@ -76,6 +76,9 @@ async def split(
         yield Split(server)
     finally:
         if server.process.poll() is None:
+            # One that is suspended would not see its leader's end.
+            for follower in psutil.Process(server.process.pid).children():
+                follower.kill()
             server.process.kill()
             server.process.wait()
 
