@@ -287,7 +287,7 @@ class Decoder:
         if draft.failure is None:
             self._backends.drafts.failed(replica, "did not answer")
             return None
-        reason = f"the draft service ended the session: {draft.failure.details()}"
+        reason = f"the session on the draft service ended: {draft.failure.details()}"
         sample.statistics.degraded_reason = reason
         if not is_lost(draft.failure):
             sample.refused_by.append(replica)
