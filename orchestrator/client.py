@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from foredraft.serving.address import is_loopback
 from foredraft.serving.errors import Violation, error_details
+from foredraft.serving.retry import RETRY
 from foredraft.serving.tls import ClientTls, TlsError
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from orchestrator.results import (
@@ -65,6 +66,7 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     # Many samples with logprobs exceed gRPC's 4 MB.
     ("grpc.max_receive_message_length", -1),
+    RETRY,
 )
 
 

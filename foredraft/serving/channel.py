@@ -2,6 +2,7 @@
 
 import grpc
 
+from foredraft.serving.retry import RETRY
 from foredraft.serving.tls import ClientTls
 from foredraft.serving.tracing import propagating
 
@@ -17,6 +18,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 5_000),
+    RETRY,
 )
 
 
