@@ -34,7 +34,12 @@ from bench.contestants import (
 )
 from bench.pair import (
     BUSY,
-    DRAFT_HELP,
+    Draft,
+    DraftCores,
+    Dtype,
+    PromptFile,
+    Target,
+    TargetCores,
     drafting_options,
     draw,
     progress_bar,
@@ -81,21 +86,18 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
-    target: Annotated[str | None, typer.Option(help="Directory or hub id; the demo's model unless given.")] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(help=DRAFT_HELP),
-    ] = None,
+    target: Target = None,
+    draft: Draft = None,
     draft_tokens: Annotated[
         int | None, typer.Option(min=1, max=64, help="Of every round; unless given, services and Transformers choose.")
     ] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated; 0, 0.7 and 1.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of every text.")] = 128,
-    prompts: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="One prompt a line.")] = None,
+    prompts: PromptFile = None,
     repeats: Annotated[int, typer.Option(min=1, help="Texts of a contestant for every prompt.")] = 3,
-    target_cores: Annotated[int | None, typer.Option(min=1, help="Cores of the target.")] = None,
-    draft_cores: Annotated[int | None, typer.Option(min=1, help="Cores of draft and orchestrator.")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of all weights.")] = "float32",
+    target_cores: TargetCores = None,
+    draft_cores: DraftCores = None,
+    dtype: Dtype = "float32",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured there.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the speeds there.")] = None,
 ) -> None:

@@ -28,7 +28,12 @@ from bench import load_report
 from bench.load_report import Burst, Measured, Text
 from bench.pair import (
     BUSY,
-    DRAFT_HELP,
+    Draft,
+    DraftCores,
+    Dtype,
+    PromptFile,
+    Target,
+    TargetCores,
     drafting_options,
     draw,
     progress_bar,
@@ -95,17 +100,17 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
-    target: Annotated[str | None, typer.Option(help="Directory or hub id; the demo's model unless given.")] = None,
-    draft: Annotated[str | None, typer.Option(help=DRAFT_HELP)] = None,
+    target: Target = None,
+    draft: Draft = None,
     streams: Annotated[list[int] | None, typer.Option(min=1, max=64, help="May be repeated; 1, 2, 4, 8, 16.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling.")] = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of every text.")] = 64,
-    prompts: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="One prompt a line.")] = None,
+    prompts: PromptFile = None,
     bursts: Annotated[int, typer.Option(min=1, help="Of each contestant at each number of streams.")] = 12,
     max_model_len: Annotated[int, typer.Option(min=3, help="Most tokens of prompt and text.")] = 512,
-    target_cores: Annotated[int | None, typer.Option(min=1, help="Cores of the target.")] = None,
-    draft_cores: Annotated[int | None, typer.Option(min=1, help="Cores of draft and orchestrator.")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of all weights.")] = "float32",
+    target_cores: TargetCores = None,
+    draft_cores: DraftCores = None,
+    dtype: Dtype = "float32",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured there.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw throughput and latency there.")] = None,
 ) -> None:

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import grpc
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -29,6 +30,13 @@ BUSY = (
     "\nThe machine is busy with other work, so these numbers will mean little: threads that wait for one another, as "
     "those of one model do, suffer most."
 )
+# Options that several measurements have.
+Target = Annotated[str | None, typer.Option(help="Directory or hub id; the demo's model unless given.")]
+Draft = Annotated[str | None, typer.Option(help=DRAFT_HELP)]
+PromptFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="One prompt a line.")]
+TargetCores = Annotated[int | None, typer.Option(min=1, help="Cores of the target.")]
+DraftCores = Annotated[int | None, typer.Option(min=1, help="Cores of draft and orchestrator.")]
+Dtype = Annotated[str, typer.Option(help="Type of all weights.")]
 NO_MATPLOTLIB = "There is no plot: it needs matplotlib, which pip install -e '.[bench]' brings."
 
 

@@ -26,7 +26,9 @@ from rich.progress import Progress, TaskID
 
 from bench import quality_report
 from bench.pair import (
-    DRAFT_HELP,
+    Draft,
+    PromptFile,
+    Target,
     drafting_options,
     draw,
     progress_bar,
@@ -88,12 +90,12 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
-    target: Annotated[str | None, typer.Option(help="Directory or hub id; the demo's model unless given.")] = None,
-    draft: Annotated[str | None, typer.Option(help=DRAFT_HELP)] = None,
+    target: Target = None,
+    draft: Draft = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Of all weights; may be repeated; float32, bfloat16.")] = None,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling; greedy texts are compared too.")] = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of a text.")] = 64,
-    prompts: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="One prompt a line.")] = None,
+    prompts: PromptFile = None,
     streams: Annotated[int, typer.Option(min=1, max=16, help="Texts that are written at a time.")] = 4,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all texts and numbers there.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the distances there.")] = None,
