@@ -42,19 +42,18 @@ from bench.pair import (
     TargetCores,
     drafting_options,
     draw,
+    errors_told,
     progress_bar,
     prompts_of,
     share_cores,
     stored_draft,
 )
 from bench.summary import ASSISTED, LOOKUP, OVERLAPPED, PLAIN, PLAIN_ALL_CORES, SEQUENTIAL, Outcome, outcome
-from foredraft.cli.supervisor import ChildError
 from foredraft.cli.up import Stack, available_cores
 from foredraft.config import ConfigError
-from foredraft.default_model import DefaultModelError, ensure
-from foredraft.engine.errors import ModelError
+from foredraft.default_model import ensure
 from foredraft.engine.loading import LoadedModel, load
-from orchestrator.client import Client, GenerationError
+from orchestrator.client import Client
 
 # Texts that are not the same are an error there; with fewer bits, likely tokens tie often.
 EXACT = ("float32", "float64")
@@ -103,7 +102,7 @@ def main(
 ) -> None:
     """Compare Transformers, plain and assisted, with the services, plain, sequential and overlapped."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
+    with errors_told():
         name = target or str(ensure())
         draft = draft or stored_draft(name)
         texts = prompts_of(prompts, 12)
@@ -113,9 +112,6 @@ def main(
         settings = setting(options)
         console.print(heading(options, settings["load_average_before"]))
         outcomes = asyncio.run(compare(options, console))
-    except (ChildError, ConfigError, DefaultModelError, GenerationError, ModelError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     for one in outcomes:
         report.show(one, console)
     console.print(f"\n{report.LEGEND}")

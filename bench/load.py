@@ -36,6 +36,7 @@ from bench.pair import (
     TargetCores,
     drafting_options,
     draw,
+    errors_told,
     progress_bar,
     prompts_of,
     share_cores,
@@ -45,12 +46,9 @@ from bench.pair import (
     write_json,
 )
 from bench.summary import PLAIN, PLAIN_ALL_CORES
-from foredraft.cli.supervisor import ChildError
 from foredraft.cli.up import Stack, available_cores
-from foredraft.config import ConfigError
-from foredraft.default_model import DefaultModelError, ensure
-from foredraft.engine.errors import ModelError
-from orchestrator.client import AsyncClient, GenerationError
+from foredraft.default_model import ensure
+from orchestrator.client import AsyncClient
 
 GOOD, USELESS = "good draft", "useless draft"
 PROMPTS = 60
@@ -117,7 +115,7 @@ def main(
     """Measure the services under load, with a good draft, a useless one and none."""
     console = Console(highlight=False, soft_wrap=True)
     load_average = os.getloadavg()[0]
-    try:
+    with errors_told():
         name = target or str(ensure())
         draft = draft or stored_draft(name)
         texts = prompts_of(prompts, PROMPTS)
@@ -126,9 +124,6 @@ def main(
         options = Options(name, draft, numbers, temperature, max_new_tokens, bursts, max_model_len, *cores, dtype)
         console.print(heading(options, load_average))
         measured = asyncio.run(run(options, texts, console))
-    except (ChildError, ConfigError, DefaultModelError, GenerationError, ModelError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     summaries = load_report.summarise(measured)
     load_report.show(summaries, measured, console)
     if json_file:

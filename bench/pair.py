@@ -3,7 +3,8 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from draft_service.distill.prompts import HELD_OUT, built_in
 from draft_service.distill.stored import DESCRIPTION, assembled
 from foredraft.cli.demo import draft_options
+from foredraft.cli.supervisor import ChildError
 from foredraft.cli.up import available_cores
 from foredraft.config import ConfigError
-from foredraft.default_model import cache_directory
+from foredraft.default_model import DefaultModelError, cache_directory
+from foredraft.engine.errors import ModelError
 from orchestrator.client import AsyncClient, GenerationError
 
 DRAFTS = Path(__file__).parents[1] / "drafts"
@@ -38,6 +41,16 @@ TargetCores = Annotated[int | None, typer.Option(min=1, help="Cores of the targe
 DraftCores = Annotated[int | None, typer.Option(min=1, help="Cores of draft and orchestrator.")]
 Dtype = Annotated[str, typer.Option(help="Type of all weights.")]
 NO_MATPLOTLIB = "There is no plot: it needs matplotlib, which pip install -e '.[bench]' brings."
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Ends with a sentence, and exit code 1, what cannot be measured."""
+    try:
+        yield
+    except (ChildError, ConfigError, DefaultModelError, GenerationError, ModelError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def progress_bar(console: Console) -> Progress:

@@ -13,7 +13,6 @@ texts get there is the floor that no method can be expected to undercut.
 import asyncio
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from bench.pair import (
     Target,
     drafting_options,
     draw,
+    errors_told,
     progress_bar,
     prompts_of,
     share_cores,
@@ -39,12 +39,9 @@ from bench.pair import (
     write_json,
 )
 from bench.quality_report import ANOTHER_SEED, BLOCK, COUPLED, PLAIN, REJECTION, Outcome, Text, outcome
-from foredraft.cli.supervisor import ChildError
 from foredraft.cli.up import Stack
-from foredraft.config import ConfigError
-from foredraft.default_model import DefaultModelError, ensure
-from foredraft.engine.errors import ModelError
-from orchestrator.client import AsyncClient, GenerationError
+from foredraft.default_model import ensure
+from orchestrator.client import AsyncClient
 from orchestrator.client import Options as Request
 
 PROMPTS = 100
@@ -102,7 +99,7 @@ def main(
 ) -> None:
     """Compare what speculation writes with what plain decoding writes."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
+    with errors_told():
         name = target or str(ensure())
         draft, texts = draft or stored_draft(name), prompts_of(prompts, PROMPTS)
         dtypes = tuple(dict.fromkeys(dtype or ("float32", "bfloat16")))
@@ -112,9 +109,6 @@ def main(
             f"tokens, {streams} at a time."
         )
         outcomes = asyncio.run(run(options, texts, console))
-    except (ChildError, ConfigError, DefaultModelError, GenerationError, ModelError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     for one in outcomes:
         quality_report.show(one, console)
     console.print(f"\n{quality_report.LEGEND}")
