@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafter import Opening
-from foredraft.sampling.coupled import Place, rank_rows
+from foredraft.sampling.coupled import Place, joined, rank_rows
 from foredraft.sampling.proposal import SparseQ, one_hot, propose
 from foredraft.sampling.warpers import warp_branches
 
@@ -135,7 +135,7 @@ class Picker:
             alike = [members for members in groups.values() if _is_noisy(contexts[members[0]][0].opening) == noisy]
             if not alike:
                 continue
-            warped = _joined([self._warp(logits, contexts, members) for members in alike])
+            warped = joined([self._warp(logits, contexts, members) for members in alike])
             order = list(chain.from_iterable(alike))
             drawn = iter(self._draw(warped, _of(contexts, order), noisy=noisy))
             for i in order:
@@ -169,7 +169,7 @@ class Picker:
         """The warped rows of all `members` of a group."""
         opening, text = contexts[members[0]][0].opening, contexts[members[0]][0].text
         return warp_branches(
-            _joined([logits[i] for i in members]),
+            joined([logits[i] for i in members]),
             opening.params,
             text=text,
             prompt_length=opening.prompt_length,
@@ -198,7 +198,3 @@ def _is_noisy(opening: Opening) -> bool:
 
 def _of(contexts: Sequence[Sequence[Context]], members: Sequence[int]) -> list[Context]:
     return [context for i in members for context in contexts[i]]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -10,13 +10,14 @@ from p.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from foredraft.sampling.noise import gumbel, pool_gumbels
 from foredraft.sampling.params import SamplingParams
-from foredraft.sampling.selection import largest, leading
+from foredraft.sampling.selection import argmax, largest, leading
 
 INDIVIDUAL = 1024
 """How many tokens of a row, at least, have noise of their own."""
@@ -111,11 +112,17 @@ def greedy(warped: Sequence[Tensor]) -> list[list[int] | None]:
     """
     if not warped:
         return []
-    best = [rows.max(-1) for rows in warped]
-    finite = torch.cat([values for values, _ in best]).isfinite()
-    ids = torch.where(finite, torch.cat([indices for _, indices in best]), -1)
-    draws = [part.tolist() for part in ids.cpu().split_with_sizes([len(rows) for rows in warped])]
+    best = [argmax(rows) for rows in warped]
+    values = joined([rows.gather(1, ids.unsqueeze(-1)) for rows, ids in zip(warped, best, strict=True)])
+    ids = joined(best)
+    drawn = iter(torch.where(values.squeeze(-1).isfinite(), ids, -1).tolist())
+    draws = [list(islice(drawn, len(rows))) for rows in warped]
     return [None if -1 in draw else draw for draw in draws]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one after another, without a copy if there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _noisy(warped: Tensor, places: Sequence[Place], individual: int) -> tuple[Tensor, Tensor]:

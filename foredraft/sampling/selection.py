@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+# Rows on a CPU are searched by NumPy, which is several times faster at it than PyTorch.
 _BLOCK = 16
-_MANY = 64
 
 
 def leading(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -24,28 +25,13 @@ def leading(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if scores.shape[1] % _BLOCK:
         scores = torch.nn.functional.pad(scores, (0, _BLOCK - scores.shape[1] % _BLOCK), value=-torch.inf)
     rows, columns = scores.shape
-    # The maxima of blocks of distant entries are found several times faster, but their entries are gathered slower.
-    apart = count * _MANY <= columns
-    if apart:
-        blocks = scores.reshape(rows, _BLOCK, -1).transpose(1, 2)
-        maxima = blocks.amax(-1)
-    else:
-        blocks = scores.reshape(rows, -1, _BLOCK)
-        maxima = torch.nn.functional.max_pool1d(scores, _BLOCK)
     bound = scores.new_full((rows, 1), torch.finfo(scores.dtype).min)
     if count <= whole:
         # The count-th largest of the maxima of disjoint blocks is at most the count-th largest score.
-        bound = torch.maximum(bound, maxima[:, :whole].topk(count, sorted=False).values.amin(-1, keepdim=True))
-    # Only blocks are looked into that reach the bound; their maximum may also be NaN.
-    row, block = (~(maxima < bound)).nonzero(as_tuple=True)
-    entries = blocks[row, block]
-    at, lanes = (entries >= bound[row]).nonzero(as_tuple=True)
-    values, places = entries[at, lanes], row[at] * columns
-    if apart:
-        places, order = (places + lanes * maxima.shape[1] + block[at]).sort()
-        values = values[order]
-    else:
-        places += block[at] * _BLOCK + lanes
+        maxima = scores.reshape(rows, _BLOCK, -1).amax(1)[:, :whole]
+        bound = torch.maximum(bound, _nth_largest(maxima, count))
+    places = _reaching(scores, bound)
+    values = scores.flatten()[places]
     if not len(values):
         return scores.new_full((rows, 1), -torch.inf), places.new_zeros(rows, 1)
     if rows == 1:
@@ -55,6 +41,21 @@ def leading(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         pad_sequence(list(torch.split(values, lengths)), batch_first=True, padding_value=-torch.inf),
         pad_sequence(list(torch.split(places % columns, lengths)), batch_first=True),
     )
+
+
+def _nth_largest(values: Tensor, n: int) -> Tensor:
+    """[R, 1] of values [R, N]; NaN is the largest."""
+    if not values.is_cpu:
+        return values.topk(n, sorted=False).values.amin(-1, keepdim=True)
+    at = values.shape[1] - n
+    return torch.from_numpy(np.partition(values.numpy(), at, axis=1)[:, at : at + 1])
+
+
+def _reaching(scores: Tensor, bound: Tensor) -> Tensor:
+    """The flat indices of the entries of `scores` [R, V] that are at least their row's `bound` [R, 1]; ascending."""
+    if not scores.is_cpu:
+        return (scores >= bound).flatten().nonzero().squeeze(-1)
+    return torch.from_numpy(np.flatnonzero(scores.numpy() >= bound.numpy()))
 
 
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -67,6 +68,11 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     values, ids = leading(scores, count)
     values, order = values.sort(dim=-1, descending=True, stable=True)
     return values[:, :count], ids.gather(1, order[:, :count])
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """The lowest index [R] of the largest entry of each row of `scores` [R, V]; that of NaN if there is one."""
+    return torch.from_numpy(scores.numpy().argmax(-1)) if scores.is_cpu else scores.argmax(-1)
 
 
 def pick(weights: Tensor, u: float) -> int:
