@@ -27,8 +27,8 @@ from orchestrator.draft import DraftSession, Proposal
 from orchestrator.draft_length import DraftLength, Shared
 from orchestrator.state import DecodeRequest as DecodeRequest
 from orchestrator.state import Emission as Emission
-from orchestrator.state import SampleState, add_time, set_time
-from orchestrator.target import TargetSession, is_lost
+from orchestrator.state import SampleState
+from orchestrator.target import TargetSession, TimedVerdict, is_lost
 
 # Emissions that a slow reader may leave unread before the loop waits for it.
 MAX_UNREAD = 64
@@ -152,30 +152,36 @@ class Decoder:
                 while True:
                     announced = self._announce(sample, draft, round_id, proposal)
                     timed = await verdict_task
-                    emission = sample.receive(timed, proposal)
-                    if emission.finish_reason or (replica.draining and self._may_move(sample)):
-                        await emissions.put(emission)
+                    emission = sample.receive(timed.verdict, proposal)
+                    ends = emission.finish_reason or (replica.draining and self._may_move(sample))
+                    ready = None
+                    if not ends:
+                        draft, ready = await self._ready(sample, draft, timed.verdict, proposal, announced)
+                    if ready is not None:
+                        # The target goes on at once: neither counting nor readers hold it up.
+                        proposal, round_id = ready, round_id + 1
+                        verdict_task = self._verify(sample, target, round_id, proposal)
+                        await asyncio.sleep(0)  # for the task to send
+                    sample.learn(timed, emission.proposed)
+                    await emissions.put(emission)
+                    if ends:
                         return bool(emission.finish_reason)
-                    draft, ready = await self._ready(sample, draft, timed.verdict, proposal, announced)
-                    missed = ready is None
-                    if missed and draft is not None:
-                        await emissions.put(emission)
-                        ready = await self._after_miss(sample, draft)
-                    proposal, round_id = ready or NOTHING, round_id + 1
-                    verdict_task = asyncio.create_task(
-                        target.verify(round_id, len(sample.text), proposal.token_ids, proposal.q)
-                    )
-                    # Only now if the target could go on at once: readers must not hold it up.
-                    if not missed:
-                        await emissions.put(emission)
+                    if ready is None and draft is not None:
+                        proposal, round_id = await self._after_miss(sample, draft), round_id + 1
+                        verdict_task = self._verify(sample, target, round_id, proposal)
             finally:
                 verdict_task.cancel()
                 target.close()
                 targets.remember(sample.text, replica)
                 # Before anything that waits: a consumer that has the last emission may cancel this task.
-                set_time(sample.statistics.total_time, time.perf_counter() - sample.started)
+                sample.write_times()
                 if draft is not None:
                     await self._close_draft(sample, draft)
+
+    def _verify(
+        self, sample: SampleState, target: TargetSession, round_id: int, proposal: Proposal
+    ) -> asyncio.Task[TimedVerdict]:
+        return asyncio.create_task(target.verify(round_id, len(sample.text), proposal.token_ids, proposal.q))
 
     def _may_move(self, sample: SampleState) -> bool:
         """Whether another target has room, which is then kept for this sample: elsewhere it would have to wait."""
@@ -205,7 +211,7 @@ class Decoder:
     ) -> tuple[DraftSession | None, Proposal | None]:
         """The draft session to go on with, and what to verify at once after the verdict on `proposal`.
 
-        That is the prepared answer, nothing for a plain round, or None: there is to be a draft, but none is prepared.
+        That is the prepared answer, nothing for a plain round, or None: a draft that is not there is to be waited for.
         """
         prepared = None
         if announced and draft is not None:
@@ -217,24 +223,24 @@ class Decoder:
             # A new session reads the text while plain rounds go on.
             return opened, NOTHING
         if prepared is None:
-            return draft, None
+            return draft, None if sample.length.after_miss(sample.wanted) > 0 else NOTHING
         sample.statistics.used_tokens += min(k, len(prepared.token_ids))
         return draft, prepared.first(k)
 
     async def _after_miss(self, sample: SampleState, draft: DraftSession) -> Proposal:
         k = sample.length.after_miss(sample.wanted)
-        if k == 0:
+        if k == 0:  # Learnt from the verdict itself.
             return NOTHING
         timeout, asked = self._settings.draft_timeout_s, time.perf_counter()
         fresh = await draft.propose(sample.text, k, timeout)
         waited = time.perf_counter() - asked
         sample.length.waited(k, waited)
-        add_time(sample.statistics.draft_wait_time, waited)
+        sample.seconds["draft_wait_time"] += waited
         if fresh is None:
             if draft.failure is None:
                 sample.statistics.degraded_reason = f"the draft service did not answer within {timeout:g} s"
             return NOTHING
-        add_time(sample.statistics.draft_time, fresh.compute_s)
+        sample.seconds["draft_time"] += fresh.compute_s
         sample.statistics.late_hits += fresh.prepared > 0
         return fresh
 

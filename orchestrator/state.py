@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 
 from foredraft.serving.errors import RequestError
 from foredraft.v1 import common_pb2, generation_pb2, target_pb2
@@ -65,6 +65,8 @@ class SampleState:
     refused_by: list[DraftReplica] = field(default_factory=list)
     draft_replica: DraftReplica | None = None
     started: float = field(default_factory=time.perf_counter)
+    # By the statistics' names of them; written there at the end.
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def wanted(self) -> int:
@@ -95,12 +97,12 @@ class SampleState:
         statistics.hits_all_accepted += hit and accepted == drafted
         statistics.misses_all_accepted += not hit and accepted == drafted
 
-    def receive(self, timed: TimedVerdict, proposal: Proposal) -> Emission:
-        """Append what the verdict emits to the text, and count it.
+    def receive(self, verdict: target_pb2.Verdict, proposal: Proposal) -> Emission:
+        """Append what the verdict emits to the text; `learn` has the rest, which can wait.
 
         Raises RequestError INTERNAL for a verdict that no target may give.
         """
-        verdict, drafted = timed.verdict, len(proposal.token_ids)
+        drafted = len(proposal.token_ids)
         check_verdict(verdict, drafted)
         tokens = proposal.token_ids[: verdict.accepted]
         if verdict.HasField("next_token"):
@@ -108,10 +110,6 @@ class SampleState:
         else:
             drafted = verdict.accepted  # What follows the end of the text was not verified.
         self.text += tokens
-        if verdict.round_id > 0:  # The opening read the prompt.
-            self._learn(timed)
-        self.length.observe(drafted, verdict.accepted)
-        self._count(timed, drafted)
         stopped_by_token = verdict.finish_reason in (common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN)
         return Emission(
             token_ids=tokens,
@@ -122,20 +120,34 @@ class SampleState:
             stop_token_id=tokens[-1] if stopped_by_token else None,
         )
 
-    def _learn(self, timed: TimedVerdict) -> None:
-        timing = timed.verdict.timing
-        self.costs.add(
-            rows=max(1, timing.batch_rows),
-            tokens=max(1, timing.batch_tokens),
-            compute=1e-6 * timing.compute_us,
-            queue=1e-6 * timing.queue_us,
-            elapsed=timed.elapsed,
-        )
+    def learn(self, timed: TimedVerdict, drafted: int) -> None:
+        """Count a verdict on `drafted` tokens, and learn from it for later rounds."""
+        verdict, timing = timed.verdict, timed.verdict.timing
+        compute, queue = 1e-6 * timing.compute_us, 1e-6 * timing.queue_us
+        if verdict.round_id > 0:  # The opening read the prompt.
+            self.costs.add(
+                rows=max(1, timing.batch_rows),
+                tokens=max(1, timing.batch_tokens),
+                compute=compute,
+                queue=queue,
+                elapsed=timed.elapsed,
+            )
+        self.length.observe(drafted, verdict.accepted)
+        self._count(verdict, drafted)
+        self.seconds["target_time"] += compute
+        self.seconds["queue_time"] += queue
+        self.seconds["wire_time"] += max(0.0, timed.elapsed - compute - queue)
 
-    def _count(self, timed: TimedVerdict, drafted: int) -> None:
-        statistics, verdict = self.statistics, timed.verdict
+    def write_times(self) -> None:
+        """Complete the statistics."""
+        self.seconds["total_time"] = time.perf_counter() - self.started
+        for name, seconds in self.seconds.items():
+            getattr(self.statistics, name).FromNanoseconds(round(1e9 * seconds))
+
+    def _count(self, verdict: target_pb2.Verdict, drafted: int) -> None:
+        statistics = self.statistics
         if statistics.rounds == 0:
-            add_time(statistics.time_to_first_token, time.perf_counter() - self.started)
+            self.seconds["time_to_first_token"] = time.perf_counter() - self.started
         statistics.rounds += 1
         statistics.plain_rounds += verdict.round_id > 0 and drafted == 0
         statistics.drafted += drafted
@@ -147,10 +159,6 @@ class SampleState:
             statistics.drafted_per_position[position] += 1
             statistics.accepted_per_position[position] += position < verdict.accepted
         statistics.mean_accepted_length = (len(self.text) - len(self.request.prompt)) / statistics.rounds
-        compute, queue = 1e-6 * verdict.timing.compute_us, 1e-6 * verdict.timing.queue_us
-        add_time(statistics.target_time, compute)
-        add_time(statistics.queue_time, queue)
-        add_time(statistics.wire_time, max(0.0, timed.elapsed - compute - queue))
 
 
 def check_verdict(verdict: target_pb2.Verdict, drafted: int) -> None:
@@ -162,13 +170,3 @@ def check_verdict(verdict: target_pb2.Verdict, drafted: int) -> None:
     else:
         return
     raise RequestError(grpc.StatusCode.INTERNAL, f"the target's verdict on round {verdict.round_id} {wrong}")
-
-
-def add_time(duration: Duration, seconds: float) -> None:
-    """Add seconds to a duration."""
-    set_time(duration, duration.seconds + 1e-9 * duration.nanos + seconds)
-
-
-def set_time(duration: Duration, seconds: float) -> None:
-    """Set a duration to so many seconds."""
-    duration.FromNanoseconds(round(1e9 * seconds))

@@ -1,6 +1,7 @@
 """TargetService: one session for each Verify stream, and the identity of the model."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from foredraft.validation import vocabulary_page
 from target_service.places import Places
 from target_service.scheduler import Scheduler
 from target_service.session import Limits
-from target_service.stream import Stream, discard
+from target_service.stream import Stream
 
 PROGRESS_S = 1.0
 FILE_PART_BYTES = 2**20
@@ -41,55 +42,53 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._scheduler = scheduler
         self._places = places
         self._idle_timeout_s = idle_timeout_s
-        self._failed = asyncio.Event()
-        self._failure = grpc.StatusCode.INTERNAL
+        self._failure: grpc.StatusCode | None = None
+        self._streams: set[Stream] = set()
 
     def fail(self, status: grpc.StatusCode = grpc.StatusCode.INTERNAL) -> None:
         """Ends every session, now and later, with `status`: the model thread is gone, or cannot go on."""
         self._failure = status
-        self._failed.set()
+        for stream in self._streams:
+            stream.events.put_nowait(_failed(status))
 
     async def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
-        """One session. It reads on while a round is in flight, so that a client that leaves frees its slot at once."""
-        requests = aiter(request_iterator)
-        reading = asyncio.create_task(_next(requests))
-        failed = asyncio.create_task(self._failed.wait())
+        """One session, which tells of progress while a verdict takes long and ends when no round came for too long."""
+        if self._failure is not None:
+            raise _failed(self._failure)
         stream = Stream(self._limits, self._scheduler, self._places)
-        forwards = 0
+        reading = asyncio.create_task(stream.read(request_iterator))
+        self._streams.add(stream)
+        tick = min(PROGRESS_S, self._idle_timeout_s)
+        answered, forwards = time.perf_counter(), self._scheduler.counters.forwards
         try:
             while True:
-                verifying = stream.verifying
-                await asyncio.wait(
-                    {reading, failed, verifying or reading},
-                    timeout=PROGRESS_S if verifying else self._idle_timeout_s,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if failed.done():
-                    raise RequestError(self._failure, "the model failed and the server is going down")
-                if verifying is not None and verifying.done():
-                    yield stream.take()
-                elif reading.done():
-                    request = reading.result()
-                    if request is None and not stream.ended:
-                        message = "the stream ended without a close message; its session was dropped"
-                        raise RequestError(grpc.StatusCode.CANCELLED, message)
-                    if request is None or request.HasField("close"):
-                        return
-                    stream.begin(request)
-                    forwards = self._scheduler.counters.forwards
-                    reading = asyncio.create_task(_next(requests))
-                elif verifying is None:
-                    message = f"no message came for {self._idle_timeout_s:g} s; close sessions that are not in use"
-                    raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, message)
-                elif forwards != self._scheduler.counters.forwards:
-                    forwards = self._scheduler.counters.forwards
-                    yield target_pb2.VerifyResponse(progress=target_pb2.Progress(forwards=forwards))
+                try:
+                    async with asyncio.timeout(tick):
+                        event = await stream.events.get()
+                except TimeoutError:
+                    if not stream.verifying:
+                        self._check_idle(since=answered)
+                    elif forwards != self._scheduler.counters.forwards:
+                        forwards = self._scheduler.counters.forwards
+                        yield target_pb2.VerifyResponse(progress=target_pb2.Progress(forwards=forwards))
+                    continue
+                if isinstance(event, Exception):
+                    raise event
+                if event is None:
+                    return
+                yield stream.take(event)
+                answered, forwards = time.perf_counter(), self._scheduler.counters.forwards
         finally:
-            discard(reading)
-            discard(failed)
+            self._streams.discard(stream)
+            reading.cancel()
             stream.release()
+
+    def _check_idle(self, since: float) -> None:
+        if time.perf_counter() - since >= self._idle_timeout_s:
+            message = f"no message came for {self._idle_timeout_s:g} s; close sessions that are not in use"
+            raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, message)
 
     async def GetModel(
         self, request: target_pb2.TargetServiceGetModelRequest, context: Context
@@ -112,5 +111,5 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 yield target_pb2.GetTokenizerResponse(file_name=name, data=part)
 
 
-async def _next(requests: AsyncIterator[target_pb2.VerifyRequest]) -> target_pb2.VerifyRequest | None:
-    return await anext(requests, None)
+def _failed(status: grpc.StatusCode) -> RequestError:
+    return RequestError(status, "the model failed and the server is going down")

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterable, Sequence
+
+import grpc
 
 from foredraft.sampling.proposal import SparseQ
 from foredraft.serving.errors import RequestError, Violation, failed_precondition, invalid
@@ -17,87 +18,91 @@ from target_service.session import Limits, Session, TokenLogprobs, Verdict
 class Stream:
     """Turns requests into rounds at the scheduler, one at a time. Whoever creates one calls `release` in the end.
 
-    `verifying` is the round in flight: a task that returns the answer, or raises RequestError.
+    `events` gets the verdicts, what ends the session with an error, and None when the client has closed it.
     """
 
     def __init__(self, limits: Limits, scheduler: Scheduler, places: Places) -> None:
-        self.session: Session | None = None
-        self.verifying: asyncio.Task[target_pb2.VerifyResponse] | None = None
+        self.events: asyncio.Queue[Verdict | Exception | None] = asyncio.Queue()
+        self.verifying = False
+        self._session: Session | None = None
         self._limits = limits
         self._scheduler = scheduler
         self._places = places
         self._round_id = 0
         self._has_place = False
+        self._opening: asyncio.Task[None] | None = None
 
-    def begin(self, request: target_pb2.VerifyRequest) -> None:
-        """Starts the round that `request`, an open or a round, asks for. Raises RequestError if it does not fit."""
-        kind = request.WhichOneof("message")
-        if kind is None:
-            raise invalid([Violation("message", "must be open, round or close")])
-        if self.verifying is not None:
-            raise failed_precondition(f"{kind} came before the verdict on round {self._round_id}; wait for it")
-        if (kind == "open") != (self.session is None):
-            raise failed_precondition(f"{kind} came out of order; a session is one open and then rounds")
-        draft: list[int] = []
-        q = None
-        if self.session is None:
-            self.session = open_session(request.open, self._limits)
-        else:
-            draft, q = read_round(request.round, self.session, self._limits, last_round_id=self._round_id)
-            self._round_id = request.round.round_id
-        self.verifying = asyncio.create_task(self._verify(self.session, draft, q))
+    async def read(self, requests: AsyncIterable[target_pb2.VerifyRequest]) -> None:
+        """Begins a round for each request. It reads on meanwhile: a client that leaves frees its slot at once."""
+        try:
+            async for request in requests:
+                if request.HasField("close"):
+                    self.events.put_nowait(None)
+                    return
+                self._begin(request)
+            if not self._ended:
+                message = "the stream ended without a close message; its session was dropped"
+                raise RequestError(grpc.StatusCode.CANCELLED, message)
+            self.events.put_nowait(None)
+        except Exception as error:
+            self.events.put_nowait(error)
 
-    def take(self) -> target_pb2.VerifyResponse:
-        """The answer of `verifying`, which is done. The last verdict of a sample frees its place."""
-        verifying, self.verifying = self.verifying, None
-        if verifying is None:
-            raise RuntimeError("no round is in flight")
-        response = verifying.result()
-        if self.ended:
+    def take(self, verdict: Verdict) -> target_pb2.VerifyResponse:
+        """The response to the round in flight. The last verdict of a sample frees its place."""
+        self.verifying = False
+        if self._ended:
             self.release()
-        return response
-
-    @property
-    def ended(self) -> bool:
-        """Whether the sample has ended and the client has its last verdict."""
-        return self.session is not None and self.session.finish_reason != 0 and self.verifying is None
+        return target_pb2.VerifyResponse(verdict=_verdict(self._round_id, verdict))
 
     def release(self) -> None:
         """Ends the session and its round; the slot is free before a later session needs it. May be called again."""
-        if self.verifying is not None:
-            discard(self.verifying)
-            self.verifying = None
-        if self._has_place and self.session is not None:
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._has_place and self._session is not None:
             self._has_place = False
-            self._scheduler.close(self.session)
+            self._scheduler.close(self._session)
             self._places.release()
 
-    async def _verify(self, session: Session, draft: Sequence[int], q: SparseQ | None) -> target_pb2.VerifyResponse:
+    @property
+    def _ended(self) -> bool:
+        """Whether the sample has ended and its last verdict was taken."""
+        return self._session is not None and self._session.finish_reason != 0 and not self.verifying
+
+    def _begin(self, request: target_pb2.VerifyRequest) -> None:
+        """Starts the round that `request`, an open or a round, asks for. Raises RequestError if it does not fit."""
         received = time.perf_counter()
-        if not self._has_place:
+        kind = request.WhichOneof("message")
+        if kind is None:
+            raise invalid([Violation("message", "must be open, round or close")])
+        if self.verifying:
+            raise failed_precondition(f"{kind} came before the verdict on round {self._round_id}; wait for it")
+        if (kind == "open") != (self._session is None):
+            raise failed_precondition(f"{kind} came out of order; a session is one open and then rounds")
+        if self._session is None:
+            self._session = open_session(request.open, self._limits)
+            self._opening = asyncio.create_task(self._open(self._session, received))
+        else:
+            draft, q = read_round(request.round, self._session, self._limits, last_round_id=self._round_id)
+            self._round_id = request.round.round_id
+            self._submit(self._session, draft, q, received)
+        self.verifying = True
+
+    async def _open(self, session: Session, received: float) -> None:
+        try:
             await self._places.acquire()
-            self._has_place = True
+        except RequestError as error:
+            self.events.put_nowait(error)
+            return
+        self._has_place = True
+        self._submit(session, [], None, received)
+
+    def _submit(self, session: Session, draft: Sequence[int], q: SparseQ | None, received: float) -> None:
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Verdict] = loop.create_future()
 
-        def settle(result: Verdict | RequestError) -> None:
-            if answer.done():
-                return
-            if isinstance(result, RequestError):
-                answer.set_exception(result)
-            else:
-                answer.set_result(result)
+        def reply(result: Verdict | RequestError) -> None:
+            loop.call_soon_threadsafe(self.events.put_nowait, result)
 
-        self._scheduler.submit(
-            session, draft, q, lambda result: loop.call_soon_threadsafe(settle, result), received=received
-        )
-        return target_pb2.VerifyResponse(verdict=_verdict(self._round_id, await answer))
-
-
-def discard(task: asyncio.Task[Any]) -> None:
-    """Cancels a task whose outcome nobody waits for any more, a failure included."""
-    task.cancel()
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._scheduler.submit(session, draft, q, reply, received=received)
 
 
 def _verdict(round_id: int, verdict: Verdict) -> target_pb2.Verdict:

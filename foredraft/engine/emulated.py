@@ -34,6 +34,8 @@ LETTERS = [ALPHABET.index(letter) for letter in "abcdefghijklmnopqrstuvwxyz" + "
 CONTEXT = 4
 CONTEXT_LENGTH = 2**17
 IMPOSSIBLE = -100.0
+# Sleepers are woken about so much too late.
+LATE_S = 0.0002
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
 
 
@@ -84,9 +86,7 @@ class EmulatedEngine(Engine):
             logits.scatter_(1, torch.tensor(ranked), self._scores.expand(len(ranked), -1))
         self.forwards += 1
         self.computed_tokens += len(batch.token_ids)
-        left = started + self._cost.seconds(len(batch.token_ids)) - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+        wait_until(started + self._cost.seconds(len(batch.token_ids)))
         return list(logits.split_with_sizes([len(row.want) for row in rows]))
 
     def _context(self, row: Row, index: int) -> tuple[int, list[int]]:
@@ -107,6 +107,13 @@ class EmulatedEngine(Engine):
             return [LETTERS[letter]]
         rank = 0 if guess < self._accept * 2**32 else 1 + min(leading_zeros(miss), len(LETTERS) - 2)
         return [LETTERS[(letter - rank + i) % len(LETTERS)] for i in range(len(LETTERS))]
+
+
+def wait_until(instant: float) -> None:
+    """Sleep until an instant of time.perf_counter; awake at the end, since sleepers are woken too late."""
+    time.sleep(max(0.0, instant - LATE_S - time.perf_counter()))
+    while time.perf_counter() < instant:
+        pass
 
 
 def leading_zeros(word: int) -> int:
