@@ -53,14 +53,21 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Continuation:
     """Draft tokens that follow one possible verdict on a round."""
 
-    round_id: int
     accepted: int
     next_token: int
     token_ids: list[int]
     q: SparseQ | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Continuations for verdicts on a round, each in place of any that was emitted for the same verdict before."""
+
+    round_id: int
+    continuations: list[Continuation]
 
 
 Emit = Callable[[Proposal | Prepared], None]
@@ -92,8 +99,11 @@ class DraftSession(Protocol):
         `received` is the time of the request on time.perf_counter.
         """
 
-    def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int) -> None:
-        """Prepare continuations of at most `max_tokens` for likely verdicts; ignored if `base` is not the length."""
+    def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int, min_tokens: int) -> None:
+        """Prepare continuations of at most `max_tokens` for likely verdicts; ignored if `base` is not the length.
+
+        They are emitted when they are complete and, with `min_tokens` > 0, whenever they have grown to that or beyond.
+        """
 
     def close(self) -> None:
         """Free what the session holds and emit nothing more."""

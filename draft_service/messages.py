@@ -1,6 +1,6 @@
 """Between the contract's messages and what drafters take and answer."""
 
-from draft_service.drafter import Opening, Prepared, Proposal
+from draft_service.drafter import Continuation, Opening, Prepared, Proposal
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.proposal import SparseQ
 from foredraft.serving.errors import failed_precondition
@@ -31,20 +31,15 @@ def check_fits(base: int, added: int, *, length: int, opening: Opening) -> None:
 
 def response(answer: Proposal | Prepared) -> draft_pb2.DraftResponse:
     """The message for a drafter's answer."""
-    q = None if answer.q is None else sparse_distributions(answer.q)
     if isinstance(answer, Prepared):
-        prepared = draft_pb2.Prepared(
-            round_id=answer.round_id,
-            accepted=answer.accepted,
-            next_token=answer.next_token,
-            token_ids=answer.token_ids,
-            q=q,
+        continuations = map(_continuation, answer.continuations)
+        return draft_pb2.DraftResponse(
+            prepared=draft_pb2.Prepared(round_id=answer.round_id, continuations=continuations)
         )
-        return draft_pb2.DraftResponse(prepared=prepared)
     proposal = draft_pb2.Proposal(
         base=answer.base,
         token_ids=answer.token_ids,
-        q=q,
+        q=sparse_distributions(answer.q),
         compute_us=round(answer.compute_s * 1e6),
         queue_us=round(answer.queue_s * 1e6),
         prepared_token_count=answer.prepared_count,
@@ -52,8 +47,19 @@ def response(answer: Proposal | Prepared) -> draft_pb2.DraftResponse:
     return draft_pb2.DraftResponse(proposal=proposal)
 
 
-def sparse_distributions(q: SparseQ) -> common_pb2.SparseDistributions:
+def _continuation(continuation: Continuation) -> draft_pb2.Continuation:
+    return draft_pb2.Continuation(
+        accepted=continuation.accepted,
+        next_token=continuation.next_token,
+        token_ids=continuation.token_ids,
+        q=sparse_distributions(continuation.q),
+    )
+
+
+def sparse_distributions(q: SparseQ | None) -> common_pb2.SparseDistributions | None:
     """Packed little-endian."""
+    if q is None:
+        return None
     return common_pb2.SparseDistributions(
         support=q.token_ids.shape[1],
         token_ids=q.token_ids.cpu().numpy().astype("<u4").tobytes(),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_service.drafter import Counters, Emit, Opening, Prepared, Proposal
+from draft_service.drafter import Continuation, Counters, Emit, Opening, Prepared, Proposal
 from draft_service.ngram import NgramIndex
 from draft_service.outcomes import History
 from draft_service.picking import Context, Draft, Pick
@@ -65,7 +65,7 @@ class ModelSession:
         if self.request is not None:
             self._answer(self.request)
         unchanged = self.text[base:] == token_ids
-        branch = self._end_preparation(base, token_ids, wanted=max_tokens > 0)
+        branch = self._end_preparation(base, token_ids)
         self.text[base:] = token_ids
         if not unchanged:
             self.draft = Draft() if branch is None else branch.draft
@@ -76,14 +76,17 @@ class ModelSession:
             self.request = Request(limit, received, 0 if branch is None else len(branch.draft.tokens))
             self._answer_if_done()
 
-    def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int) -> None:
+    def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int, min_tokens: int) -> None:
         """See DraftSession. A round is ignored that leaves no room for a draft token after it."""
         if base != len(self.text):
             return
         self._drop_tree()
         limit = min(max_tokens, self.room(base + 1), self.engine.tree_size)
         fits = base + len(token_ids) <= self.engine.max_model_len
-        self.preparation = Preparation(self, round_id, token_ids, limit) if limit > 0 and fits else None
+        if limit > 0 and fits:
+            self.preparation = Preparation(self, round_id, token_ids, limit, min_tokens or limit)
+        else:
+            self.preparation = None
         if self.preparation is not None and self.request is None:
             self.preparation.begin()
 
@@ -184,12 +187,18 @@ class ModelSession:
         ended = draft.tokens != [] and not drawn and self.opening.ends(draft.tokens[-1])
         return ended or len(draft.tokens) >= limit
 
-    def emit_branch(self, round_id: int, branch: Branch) -> None:
-        """Push what is prepared for one verdict."""
-        tokens = list(branch.draft.tokens)
-        self._counters.prepared += 1
-        self._counters.prepared_tokens += len(tokens)
-        self._emit(Prepared(round_id, branch.accepted, branch.next_token, tokens, branch.draft.q(len(tokens))))
+    def emit_branches(self, round_id: int, branches: Sequence[Branch]) -> None:
+        """Push what is prepared for some verdicts, as far as it has come."""
+        continuations = []
+        for branch in branches:
+            count = len(branch.draft.tokens)
+            self._counters.prepared += branch.emitted == 0
+            self._counters.prepared_tokens += count - branch.emitted
+            branch.emitted = count
+            tokens, q = list(branch.draft.tokens), branch.draft.q(count)
+            continuations.append(Continuation(branch.accepted, branch.next_token, tokens, q))
+        if continuations:
+            self._emit(Prepared(round_id, continuations))
 
     def _follow(self, base: int, token_ids: list[int], path: list[int]) -> None:
         """Keep index and slot in step with the text, which goes on with `token_ids` from `base`; `path` has read them.
@@ -219,7 +228,7 @@ class ModelSession:
         q = self.draft.q(len(tokens))
         self._emit(Proposal(len(self.text), tokens, q, request.compute_s, queued, prepared))
 
-    def _end_preparation(self, base: int, token_ids: list[int], *, wanted: bool) -> Branch | None:
+    def _end_preparation(self, base: int, token_ids: list[int]) -> Branch | None:
         """Learn from the verdict, and return what was prepared for it, if any was."""
         preparation, self.preparation = self.preparation, None
         if preparation is None or base != len(self.text) or not token_ids:
@@ -235,8 +244,6 @@ class ModelSession:
             self._drop_tree()
             return None
         self._counters.used_tokens += len(branch.draft.tokens)
-        if not wanted and branch in preparation.active:
-            self.emit_branch(preparation.round_id, branch)
         return branch
 
     def _drop_tree(self) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from draft_service.drafter import Counters, Emit, Opening, Prepared, Proposal
+from draft_service.drafter import Continuation, Counters, Emit, Opening, Prepared, Proposal
 from foredraft.sampling.proposal import SparseQ, one_hot
 
 
@@ -57,7 +57,7 @@ class NgramSession:
         self._emit = emit
         self._index = index
         self._counters = counters
-        self._prepared: Prepared | None = None
+        self._prepared: Continuation | None = None
         self._verified: list[int] | None = None
         index.extend(opening.text)
 
@@ -78,7 +78,7 @@ class NgramSession:
         prepared_count = min(prepared_count, len(tokens))
         self._emit(Proposal(len(index.tokens), tokens, self._q(tokens), compute, started - received, prepared_count))
 
-    def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int) -> None:
+    def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int, min_tokens: int) -> None:
         """See DraftSession. One verdict is prepared for: all is accepted, and the text goes on repeating itself."""
         index = self._index
         if base != len(index.tokens):
@@ -90,12 +90,12 @@ class NgramSession:
             index.extend(next_tokens)
             tokens = self._draft(max_tokens)
             if tokens:
-                self._prepared = Prepared(round_id, len(token_ids), next_tokens[0], tokens, self._q(tokens))
+                self._prepared = Continuation(len(token_ids), next_tokens[0], tokens, self._q(tokens))
         index.truncate(base)
         if self._prepared is not None:
             self._counters.prepared += 1
             self._counters.prepared_tokens += len(self._prepared.token_ids)
-            self._emit(self._prepared)
+            self._emit(Prepared(round_id, [self._prepared]))
 
     def close(self) -> None:
         """See DraftSession."""

@@ -163,7 +163,7 @@ class Picker:
             base=context.base,
             position=context.place.position,
         )
-        return Pick(token, candidates, (token_ids, probabilities))
+        return Pick(token, candidates, (token_ids.cpu(), probabilities.cpu()))
 
     def _warp(self, logits: Sequence[Tensor], contexts: Sequence[Sequence[Context]], members: Sequence[int]) -> Tensor:
         """The warped rows of all `members` of a group."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Branch:
-    """The continuation for one verdict, at most `limit` tokens.
+    """The continuation for one verdict, at most `limit` tokens, of which the first `emitted` have been pushed.
 
     `after` is what comes after the session's text with that verdict, up to its next token; `path` are the branch's
     nodes in the tree. A continuation that was looked up has no nodes.
@@ -27,6 +27,7 @@ class Branch:
     limit: int
     draft: Draft = field(default_factory=Draft)
     path: list[int] = field(default_factory=list)
+    emitted: int = 0
 
     @property
     def next_token(self) -> int:
@@ -45,16 +46,17 @@ class Preparation:
     What may follow a token is known from drafting it, or once the token has been read. The likeliest verdicts get a
     branch of the slot's tree each, and every pass draws one more token for all that are not finished. The first pass
     also reads the tokens of the round that have not been read, commonly the last one, after which the verdicts get
-    theirs that can be known only then.
+    theirs that can be known only then. After each pass all continuations are pushed that have at least `least` tokens.
     """
 
-    def __init__(self, session: ModelSession, round_id: int, drafted: list[int], limit: int) -> None:
+    def __init__(self, session: ModelSession, round_id: int, drafted: list[int], limit: int, least: int) -> None:
         self.round_id = round_id
         self.drafted = drafted
         self.branches: list[Branch] = []
         self.active: list[Branch] = []
         self._session = session
         self._limit = limit
+        self._least = least
         self._begun = False
         self._agreed = 0
         self._candidates: list[Candidates] = []
@@ -75,6 +77,7 @@ class Preparation:
         if next_token is not None and not ended and not session.opening.ends(next_token):
             self._add(len(self.drafted), next_token)
         self._choose()
+        self._push()
 
     def branch(self, accepted: list[int], next_token: int) -> Branch | None:
         """What was prepared for this verdict: at least one token, or None."""
@@ -105,9 +108,9 @@ class Preparation:
         for branch, pick in zip(self.active, picks[unknown:], strict=True):
             branch.draft.append(pick)
         self._candidates += [pick.candidates for pick in picks[:unknown]]
-        self._push_done()
         if unknown:
             self._choose()
+        self._push()
 
     @property
     def _unknown(self) -> int:
@@ -124,7 +127,6 @@ class Preparation:
             is_new = (outcome.accepted, outcome.next_token) not in chosen
             if outcome.next_token is not None and is_new and len(self.branches) < count:
                 self._add(outcome.accepted, outcome.next_token)
-        self._push_done()
 
     def _add(self, accepted: int, next_token: int) -> None:
         session, after = self._session, [*self.drafted[:accepted], next_token]
@@ -134,11 +136,18 @@ class Preparation:
             self.branches.append(branch)
             self.active.append(branch)
 
-    def _push_done(self) -> None:
-        done = [branch for branch in self.active if self._session.is_done(branch.draft, branch.limit)]
-        for branch in done:
-            self._session.emit_branch(self.round_id, branch)
-        self.active = [branch for branch in self.active if branch not in done]
+    def _push(self) -> None:
+        """Push what has grown and is of use, and go on with what is not complete."""
+        session = self._session
+        useful, going = [], []
+        for branch in self.active:
+            count, is_done = len(branch.draft.tokens), session.is_done(branch.draft, branch.limit)
+            if count > branch.emitted and (is_done or count >= self._least):
+                useful.append(branch)
+            if not is_done:
+                going.append(branch)
+        session.emit_branches(self.round_id, useful)
+        self.active = going
 
     def _context(self, branch: Branch) -> Context:
         session = self._session

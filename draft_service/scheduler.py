@@ -60,10 +60,10 @@ class Session:
         self._posted += 1
         self._post(partial(self._commit, base, token_ids, max_tokens, received))
 
-    def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int) -> None:
+    def verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int, min_tokens: int) -> None:
         """See DraftSession."""
         self._posted += 1
-        self._post(partial(self._verifying, round_id, base, token_ids, max_tokens))
+        self._post(partial(self._verifying, round_id, base, token_ids, max_tokens, min_tokens))
 
     def close(self) -> None:
         """See DraftSession. What the session holds is free before a session that is opened later needs it."""
@@ -76,6 +76,6 @@ class Session:
         self._handled += 1
         self._drafting.commit(base, token_ids, max_tokens, received)
 
-    def _verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int) -> None:
+    def _verifying(self, round_id: int, base: int, token_ids: list[int], max_tokens: int, min_tokens: int) -> None:
         self._handled += 1
-        self._drafting.verifying(round_id, base, token_ids, max_tokens)
+        self._drafting.verifying(round_id, base, token_ids, max_tokens, min_tokens)

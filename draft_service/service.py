@@ -1,11 +1,13 @@
 """DraftService: one session for each Draft stream, and the identity of what drafts."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 
+from draft_service.messages import response
 from draft_service.scheduler import Scheduler
 from draft_service.stream import Offer, Places, Stream
 from foredraft.serving.errors import RequestError, failed_precondition
@@ -37,48 +39,42 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._scheduler = scheduler
         self._places = places
         self._idle_timeout_s = idle_timeout_s
-        self._failed = asyncio.Event()
+        self._has_failed = False
+        self._streams: set[Stream] = set()
 
     def fail(self) -> None:
         """End every session, now and later, with INTERNAL: the model thread is gone."""
-        self._failed.set()
+        self._has_failed = True
+        for stream in self._streams:
+            stream.events.put_nowait(_failed())
 
     async def Draft(
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: Context
     ) -> AsyncIterator[draft_pb2.DraftResponse]:
         """One session: requests are handed on as they come, answers as they are ready."""
-        requests = aiter(request_iterator)
+        if self._has_failed:
+            raise _failed()
         stream = Stream(self._offer, self._scheduler, self._places)
-        failed = asyncio.create_task(self._failed.wait())
-        reading = asyncio.create_task(_next(requests))
-        answering = asyncio.create_task(stream.answers.get())
+        reading = asyncio.create_task(stream.read(request_iterator))
+        self._streams.add(stream)
         try:
             while True:
-                tasks = {failed, reading, answering}
-                done, _ = await asyncio.wait(tasks, timeout=self._idle_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if failed in done:
-                    raise RequestError(grpc.StatusCode.INTERNAL, "the drafter failed and the server is going down")
-                if not done:
+                try:
+                    async with asyncio.timeout(self._idle_timeout_s):
+                        event = await stream.events.get()
+                except TimeoutError:
+                    if time.perf_counter() - stream.heard < self._idle_timeout_s:
+                        continue
                     message = f"no message came for {self._idle_timeout_s:g} s; close sessions that are not in use"
-                    raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, message)
-                if answering in done:
-                    yield answering.result()
-                    # Branches are often done together, and the last may be the one that is needed.
-                    while not stream.answers.empty():
-                        yield stream.answers.get_nowait()
-                    answering = asyncio.create_task(stream.answers.get())
-                if reading in done:
-                    request = reading.result()
-                    if request is None:
-                        message = "the stream ended without a close message; its session was dropped"
-                        raise RequestError(grpc.StatusCode.CANCELLED, message)
-                    if request.HasField("close"):
-                        return
-                    stream.handle(request)
-                    reading = asyncio.create_task(_next(requests))
+                    raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, message) from None
+                if isinstance(event, Exception):
+                    raise event
+                if event is None:
+                    return
+                yield response(event)
         finally:
-            for task in (failed, reading, answering):
-                task.cancel()
+            self._streams.discard(stream)
+            reading.cancel()
             stream.release()
 
     async def GetModel(
@@ -99,5 +95,5 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         )
 
 
-async def _next(requests: AsyncIterator[draft_pb2.DraftRequest]) -> draft_pb2.DraftRequest | None:
-    return await anext(requests, None)
+def _failed() -> RequestError:
+    return RequestError(grpc.StatusCode.INTERNAL, "the drafter failed and the server is going down")

@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import AsyncIterable, Collection
 from dataclasses import dataclass
 
+import grpc
+
 from draft_service.drafter import Emit, Opening, Prepared, Proposal
-from draft_service.messages import check_fits, opening, response
+from draft_service.messages import check_fits, opening
 from draft_service.scheduler import Scheduler, Session
-from foredraft.serving.errors import Violation, exhausted, failed_precondition, invalid
+from foredraft.serving.errors import RequestError, Violation, exhausted, failed_precondition, invalid
 from foredraft.v1 import common_pb2, draft_pb2
 from foredraft.validation import check_commit, check_open_draft, check_verifying
 
@@ -45,10 +47,15 @@ class Places:
 
 
 class Stream:
-    """Turns requests into calls of the scheduler. Whoever creates one calls `release` in the end."""
+    """Turns requests into calls of the scheduler. Whoever creates one calls `release` in the end.
+
+    `events` gets the answers, what ends the session with an error, and None when the client has closed it. `heard` is
+    when the last request came, on time.perf_counter.
+    """
 
     def __init__(self, offer: Offer, scheduler: Scheduler, places: Places) -> None:
-        self.answers: asyncio.Queue[draft_pb2.DraftResponse] = asyncio.Queue()
+        self.events: asyncio.Queue[Proposal | Prepared | Exception | None] = asyncio.Queue()
+        self.heard = time.perf_counter()
         self._offer = offer
         self._scheduler = scheduler
         self._places = places
@@ -56,9 +63,29 @@ class Stream:
         self._opening: Opening | None = None
         self._length = 0
 
-    def handle(self, request: draft_pb2.DraftRequest) -> None:
-        """Do what a request other than close asks for. Raises RequestError if it does not fit."""
-        received = time.perf_counter()
+    async def read(self, requests: AsyncIterable[draft_pb2.DraftRequest]) -> None:
+        """Do what the requests ask for, as they come."""
+        try:
+            async for request in requests:
+                self.heard = time.perf_counter()
+                if request.HasField("close"):
+                    self.events.put_nowait(None)
+                    return
+                self._handle(request)
+            message = "the stream ended without a close message; its session was dropped"
+            raise RequestError(grpc.StatusCode.CANCELLED, message)
+        except Exception as error:
+            self.events.put_nowait(error)
+
+    def release(self) -> None:
+        """End the session; what it holds is free before a later session needs it. May be called again."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+            self._places.release()
+
+    def _handle(self, request: draft_pb2.DraftRequest) -> None:
+        """Raises RequestError if the request does not fit."""
         kind = request.WhichOneof("message")
         if kind is None:
             raise invalid([Violation("message", "is not set; must be open, commit, verifying or close")])
@@ -67,19 +94,13 @@ class Stream:
         if self._session is None or self._opening is None:
             self._open(request.open)
             return
-        if max(self.answers.qsize(), self._session.waiting) >= MAX_WAITING:
+        if max(self.events.qsize(), self._session.waiting) >= MAX_WAITING:
             raise exhausted(f"{MAX_WAITING} messages wait; take the answers before sending more", RETRY_AFTER_S)
         if kind == "commit":
-            self._commit(request.commit, self._session, self._opening, received)
+            check_commit(request.commit, vocabulary_size=self._offer.vocabulary_size)
+            self._commit(request.commit, self._session, self._opening)
         else:
             self._verifying(request.verifying, self._session, self._opening)
-
-    def release(self) -> None:
-        """End the session; what it holds is free before a later session needs it. May be called again."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
-            self._places.release()
 
     def _open(self, message: draft_pb2.OpenDraft) -> None:
         offer = self._offer
@@ -91,21 +112,23 @@ class Stream:
         self._length = len(message.token_ids)
         self._session = self._scheduler.open(message.drafter or offer.default_drafter, self._opening, self._emitter())
 
-    def _commit(self, message: draft_pb2.Commit, session: Session, opened: Opening, received: float) -> None:
-        check_commit(message, vocabulary_size=self._offer.vocabulary_size)
+    def _commit(self, message: draft_pb2.Commit, session: Session, opened: Opening) -> None:
         check_fits(message.base, len(message.token_ids), length=self._length, opening=opened)
         self._length = message.base + len(message.token_ids)
-        session.commit(message.base, list(message.token_ids), message.max_tokens, received)
+        session.commit(message.base, list(message.token_ids), message.max_tokens, self.heard)
 
     def _verifying(self, message: draft_pb2.Verifying, session: Session, opened: Opening) -> None:
         check_verifying(message, vocabulary_size=self._offer.vocabulary_size)
+        if message.HasField("commit"):
+            self._commit(message.commit, session, opened)
         check_fits(message.base, 0, length=self._length, opening=opened)
-        session.verifying(message.round_id, message.base, list(message.token_ids), message.max_tokens)
+        tokens, most, least = list(message.token_ids), message.max_tokens, message.min_tokens
+        session.verifying(message.round_id, message.base, tokens, most, least)
 
     def _emitter(self) -> Emit:
         loop = asyncio.get_running_loop()
 
         def emit(answer: Proposal | Prepared) -> None:
-            loop.call_soon_threadsafe(self.answers.put_nowait, response(answer))
+            loop.call_soon_threadsafe(self.events.put_nowait, answer)
 
         return emit

@@ -1,6 +1,7 @@
 """What rounds cost and give, as measured; the draft length is chosen from it."""
 
 import math
+import time
 from bisect import bisect, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,11 +10,16 @@ from dataclasses import dataclass, field
 OBSOLESCENCE = 0.1
 # A running mean of what every round tells moves by this share.
 SMOOTHING = 0.1
-# What is believed of each position's acceptance rate before anything was seen: 8 of 10 accepted. Drafting starts, and a
-# few rounds of misses are enough to change it.
+# What is believed of the first position's acceptance rate before anything was seen: 8 of 10 accepted. Drafting starts,
+# and a few rounds of misses are enough to change it.
 PRIOR_ACCEPTED, PRIOR_DRAFTED = 8.0, 10.0
 # Of the verdicts half are foreseen, until something was seen.
 PRIOR_HITS, PRIOR_VERDICTS = 2.0, 4.0
+# A position's acceptance rate is drawn to that of the one before by so many rounds: what is seldom reached is known by
+# what is reached more often.
+DRAWN = 2.0
+# Rounds that are sent within this part of one are sent together.
+TOGETHER = 0.25
 # Older rounds count less, so that estimates follow text and load; about the last 50 rounds matter.
 DECAY = 0.98
 
@@ -94,8 +100,14 @@ class Rate:
 
     def add(self, yes: bool) -> None:
         """Learn an event."""
-        self.yes = DECAY * self.yes + yes
-        self.all = DECAY * self.all + 1
+        self.age()
+        self.yes += yes
+        self.all += 1
+
+    def age(self) -> None:
+        """Let what was seen count less."""
+        self.yes *= DECAY
+        self.all *= DECAY
 
     @property
     def value(self) -> float:
@@ -107,62 +119,101 @@ class Rate:
 class TargetCosts:
     """Seconds of the target's rounds, of all samples: a forward's by its tokens, and what comes on top.
 
+    Forwards may be slower while the draft works too, as on the cores of one machine; those `alone` are kept apart.
     `queue` is the wait for the forward in flight, as a part of a forward; `rows` are the sessions in a forward.
+    `drafting_at` is when last the draft was given work, on time.perf_counter.
     """
 
     forward: Curve = field(default_factory=Curve)
+    alone: Curve = field(default_factory=Curve)
+    drafting_at: float = -math.inf
     queue: Mean = field(default_factory=Mean)
     wire: Mean = field(default_factory=Mean)
     rows: Mean = field(default_factory=lambda: Mean(1.0))
 
-    def add(self, *, rows: int, tokens: int, compute: float, queue: float, elapsed: float) -> None:
+    def drafting(self) -> None:
+        """Note that the draft is given work now."""
+        self.drafting_at = time.perf_counter()
+
+    def was_alone(self, elapsed: float) -> bool:
+        """Whether the draft had nothing to do in a round of so many seconds that ends now."""
+        # Rounds of a batch are sent together, and one with a draft may have been sent just before.
+        return self.drafting_at < time.perf_counter() - (1 + TOGETHER) * elapsed
+
+    def add(self, *, rows: int, tokens: int, compute: float, queue: float, elapsed: float, alone: bool = False) -> None:
         """Learn from a round that shared its forward of so many tokens with so many rows; times in seconds."""
-        self.forward.add(tokens, compute)
+        (self.alone if alone else self.forward).add(tokens, compute)
         self.queue.add(queue / compute if compute > 0 else 0.0)
         self.wire.add(max(0.0, elapsed - compute - queue))
         self.rows.add(rows)
 
-    def round(self, k: int) -> float:
+    def round(self, k: int, *, alone: bool = False) -> float:
         """Expected seconds of a round of k draft tokens, if all sessions in the batch draft as many.
 
-        What one of many adds looks cheap beside the batch; if all of them draft for that, all of them wait.
+        What one of many adds looks cheap beside the batch; if all of them draft for that, all of them wait. `alone`:
+        while the draft does not work.
         """
-        seconds = self.wire.value + (1 + self.queue.value) * self.forward.at(self.rows.value * (1 + k))
+        tokens = self.rows.value * (1 + k)
+        first, second = (self.alone, self.forward) if alone else (self.forward, self.alone)
+        seconds = self.wire.value + (1 + self.queue.value) * first.at(tokens, second.at(tokens))
         return max(seconds, 1e-9)  # A target may tell no times.
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether forwards are over several sessions."""
+        return self.rows.value > 1.5
 
     def knows(self, k: int) -> bool:
         """Whether a forward as small as that of a round of k draft tokens was measured."""
-        return self.forward.least < self.rows.value * (1.5 + k)
+        return min(self.forward.least, self.alone.least) < self.rows.value * (1.5 + k)
 
 
 class DraftCosts:
-    """What was seen of one way to draft: acceptance by position, verdicts foreseen and seconds waited, by k."""
+    """What was seen of one way to draft: acceptance by position, and by k verdicts foreseen, the share of k tokens that
+    was prepared for them, and seconds waited."""
 
     def __init__(self) -> None:
         self.wait = Curve()
         self.wait.add(0, 0.0)
+        self._ready = Curve()
         self._hits: dict[int, Rate] = {}
         self._acceptance: dict[int, Rate] = {}
 
     def add_round(self, drafted: int, accepted: int) -> None:
         """Learn from a verdict that accepted this many of this many draft tokens."""
         self.wait.age()
-        for position in range(min(drafted, accepted + 1)):
+        reached = min(drafted, accepted + 1)
+        for position in range(reached):
             self._rate(position).add(position < accepted)
+        for position, rate in self._acceptance.items():
+            if drafted > 0 and position >= reached:
+                rate.age()
 
     def add_hit(self, drafted: int, hit: bool) -> None:
         """Learn whether the verdict on a round of so many draft tokens was foreseen in time."""
         self._hits.setdefault(drafted, Rate(PRIOR_HITS, PRIOR_VERDICTS)).add(hit)
+
+    def add_ready(self, asked: int, count: int) -> None:
+        """Learn that of `asked` tokens for a verdict that was foreseen so many were there."""
+        self._ready.add(asked, count / asked)
+
+    def ready(self, k: int) -> float:
+        """How many tokens are there of k that were asked for, when a verdict is foreseen."""
+        return k * min(1.0, self._ready.at(k, 1.0))
 
     def believe(self, rates: Sequence[float], rounds: float) -> None:
         """Start from acceptance rates of others, as if so many rounds had been seen."""
         for position, rate in enumerate(rates):
             self._acceptance[position] = Rate(rounds * rate, rounds)
 
-    def acceptance(self, position: int) -> float:
-        """The acceptance rate at a position, once all before it are accepted."""
-        rate = self._acceptance.get(position)
-        return PRIOR_ACCEPTED / PRIOR_DRAFTED if rate is None else rate.value
+    def acceptance(self, count: int) -> list[float]:
+        """The acceptance rates of the first positions, each once all before it are accepted."""
+        rates, value = [], PRIOR_ACCEPTED / PRIOR_DRAFTED
+        for position in range(count):
+            if (rate := self._acceptance.get(position)) is not None:
+                value = (rate.yes + DRAWN * value) / (rate.all + DRAWN)
+            rates.append(value)
+        return rates
 
     def hit_rate(self, drafted: int) -> float:
         """How often a verdict on so many draft tokens is foreseen; of the nearest number if that is not known."""
@@ -171,4 +222,5 @@ class DraftCosts:
         return self._hits[min(self._hits, key=lambda n: abs(n - drafted))].value
 
     def _rate(self, position: int) -> Rate:
-        return self._acceptance.setdefault(position, Rate(PRIOR_ACCEPTED, PRIOR_DRAFTED))
+        prior = Rate(PRIOR_ACCEPTED, PRIOR_DRAFTED) if position == 0 else Rate(0.0, 0.0)
+        return self._acceptance.setdefault(position, prior)

@@ -150,13 +150,13 @@ class Decoder:
             proposal, round_id = NOTHING, 0
             try:
                 while True:
-                    announced = self._announce(sample, draft, round_id, proposal)
+                    asked = self._announce(sample, draft, round_id, proposal)
                     timed = await verdict_task
                     emission = sample.receive(timed.verdict, proposal)
                     ends = emission.finish_reason or (replica.draining and self._may_move(sample))
                     ready = None
                     if not ends:
-                        draft, ready = await self._ready(sample, draft, timed.verdict, proposal, announced)
+                        draft, ready = await self._ready(sample, draft, timed.verdict, proposal, asked)
                     if ready is not None:
                         # The target goes on at once: neither counting nor readers hold it up.
                         proposal, round_id = ready, round_id + 1
@@ -190,16 +190,16 @@ class Decoder:
         self._moving.add(id(sample))
         return True
 
-    def _announce(self, sample: SampleState, draft: DraftSession | None, round_id: int, proposal: Proposal) -> bool:
-        """Tell the draft what is being verified, if it can prepare for that; says whether it was told."""
+    def _announce(self, sample: SampleState, draft: DraftSession | None, round_id: int, proposal: Proposal) -> int:
+        """Tell the draft what is being verified, if it can prepare for that; how many tokens it is asked for."""
         if sample.request.mode != generation_pb2.MODE_OVERLAPPED or draft is None or not draft.usable:
-            return False
+            return 0
         # At least one token comes before what is prepared.
         k = sample.length.prepare(sample.wanted - 1)
-        if k == 0:
-            return False
-        draft.verifying(round_id, sample.text, proposal.token_ids, k)
-        return True
+        if k > 0:
+            self._costs.drafting()
+            draft.verifying(round_id, sample.text, proposal.token_ids, k, sample.length.least)
+        return k
 
     async def _ready(
         self,
@@ -207,16 +207,18 @@ class Decoder:
         draft: DraftSession | None,
         verdict: target_pb2.Verdict,
         proposal: Proposal,
-        announced: bool,
+        asked: int,
     ) -> tuple[DraftSession | None, Proposal | None]:
         """The draft session to go on with, and what to verify at once after the verdict on `proposal`.
 
         That is the prepared answer, nothing for a plain round, or None: a draft that is not there is to be waited for.
         """
         prepared = None
-        if announced and draft is not None:
+        if asked > 0 and draft is not None:
             prepared = draft.take_prepared(verdict.accepted, verdict.next_token)
             sample.count_foreseen(len(proposal.token_ids), verdict.accepted, hit=prepared is not None)
+            if prepared is not None:
+                sample.length.prepared(asked, len(prepared.token_ids))
         opened = await self._check_draft(sample, draft)
         k = sample.length.choose(sample.wanted)
         if opened is None or opened is not draft or not draft.usable or k == 0:
@@ -231,6 +233,7 @@ class Decoder:
         k = sample.length.after_miss(sample.wanted)
         if k == 0:  # Learnt from the verdict itself.
             return NOTHING
+        self._costs.drafting()
         timeout, asked = self._settings.draft_timeout_s, time.perf_counter()
         fresh = await draft.propose(sample.text, k, timeout)
         waited = time.perf_counter() - asked

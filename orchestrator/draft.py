@@ -17,7 +17,7 @@ from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 from foredraft.validation import check_round, sampling_params
 from orchestrator.target import Metadata
 
-# Far more than a draft that reads its stream leaves waiting: three messages a round.
+# Far more than a draft that reads its stream leaves waiting: two messages a round.
 MAX_UNSENT = 64
 
 
@@ -68,7 +68,7 @@ class DraftSession:
         self._params = sampling_params(request.sampling, vocabulary_size=vocabulary_size, field_prefix="sampling")
         self._committed = len(request.token_ids)
         self._round_id = -1
-        self._prepared: dict[tuple[int, int], draft_pb2.Prepared] = {}
+        self._prepared: dict[tuple[int, int], draft_pb2.Continuation] = {}
         self._max_prepared = 0
         self._unanswered = 0
         self._asked = 0.0
@@ -90,20 +90,27 @@ class DraftSession:
         """For how many seconds an overdue proposal has been waited for."""
         return time.perf_counter() - self._asked if self._unanswered else 0.0
 
-    def verifying(self, round_id: int, text: Sequence[int], token_ids: Sequence[int], max_tokens: int) -> None:
+    def verifying(
+        self, round_id: int, text: Sequence[int], token_ids: Sequence[int], max_tokens: int, min_tokens: int
+    ) -> None:
         """Make all of `text` final, and tell what the target verifies after it now.
 
-        Answers for its likely verdicts will come as they are ready.
+        Continuations of at most `max_tokens` for its likely verdicts will come as soon as they have `min_tokens`.
         """
-        if len(text) > self._committed:
-            self._commit(text, 0)
-        self._round_id, self._max_prepared = round_id, max_tokens
         self._prepared.clear()
-        message = draft_pb2.Verifying(round_id=round_id, base=len(text), token_ids=token_ids, max_tokens=max_tokens)
+        self._round_id, self._max_prepared = round_id, max_tokens
+        message = draft_pb2.Verifying(
+            round_id=round_id,
+            base=len(text),
+            token_ids=token_ids,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            commit=self._uncommitted(text, 0) if len(text) > self._committed else None,
+        )
         self._send(draft_pb2.DraftRequest(verifying=message))
 
     def take_prepared(self, accepted: int, next_token: int) -> Proposal | None:
-        """The continuation prepared for this verdict on the last announced round, if there is one."""
+        """The continuation for this verdict on the last announced round, as far as it has come, if there is one."""
         prepared = self._prepared.get((accepted, next_token))
         if prepared is None or not self._check(prepared, self._max_prepared):
             return None
@@ -117,7 +124,9 @@ class DraftSession:
         self._waiting = asyncio.get_running_loop().create_future()
         self._unanswered += 1
         self._asked = time.perf_counter()
-        self._commit(text, max_tokens)
+        self._round_id = -1
+        self._prepared.clear()
+        self._send(draft_pb2.DraftRequest(commit=self._uncommitted(text, max_tokens)))
         ends: set[asyncio.Future[Any]] = {self._waiting, self._reader}
         await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         waiting, self._waiting = self._waiting, None
@@ -133,7 +142,7 @@ class DraftSession:
             compute_s=1e-6 * proposal.compute_us,
         )
 
-    def _check(self, answer: draft_pb2.Proposal | draft_pb2.Prepared, asked: int) -> bool:
+    def _check(self, answer: draft_pb2.Proposal | draft_pb2.Continuation, asked: int) -> bool:
         """Whether the target would take this answer; else the session fails, which costs the text nothing but speed."""
         if len(answer.token_ids) > asked:
             self._reject(f"{len(answer.token_ids)} tokens where at most {asked} were asked for")
@@ -149,12 +158,11 @@ class DraftSession:
     def _reject(self, fault: str) -> None:
         self._fail(grpc.StatusCode.INTERNAL, f"it gave an answer that cannot be used: {fault}")
 
-    def _commit(self, text: Sequence[int], max_tokens: int) -> None:
-        self._round_id = -1
-        self._prepared.clear()
-        message = draft_pb2.Commit(base=self._committed, token_ids=text[self._committed :], max_tokens=max_tokens)
+    def _uncommitted(self, text: Sequence[int], max_tokens: int) -> draft_pb2.Commit:
+        """The commit of what the draft does not know of `text` to be final."""
+        commit = draft_pb2.Commit(base=self._committed, token_ids=text[self._committed :], max_tokens=max_tokens)
         self._committed = len(text)
-        self._send(draft_pb2.DraftRequest(commit=message))
+        return commit
 
     def _send(self, request: draft_pb2.DraftRequest) -> None:
         if self.failure is not None:
@@ -196,9 +204,13 @@ class DraftSession:
             self._reject(f"a proposal for {proposal.base} tokens of text, not for the {self._committed} that there are")
 
     def _receive_prepared(self, prepared: draft_pb2.Prepared) -> None:
-        self.prepared_tokens += len(prepared.token_ids)
-        if prepared.round_id == self._round_id:
-            self._prepared[prepared.accepted, prepared.next_token] = prepared
+        if prepared.round_id != self._round_id:
+            return
+        for continuation in prepared.continuations:
+            verdict = (continuation.accepted, continuation.next_token)
+            shorter = self._prepared.get(verdict)
+            self.prepared_tokens += len(continuation.token_ids) - (len(shorter.token_ids) if shorter else 0)
+            self._prepared[verdict] = continuation
 
     def _fail(self, code: grpc.StatusCode, details: str) -> None:
         if self.failure is None:

@@ -6,16 +6,24 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-from orchestrator.costs import DraftCosts, TargetCosts
+from orchestrator.costs import DraftCosts, Mean, TargetCosts
 
 # Of what is known of others, what a new sample starts with counts as this many rounds: texts differ more than rounds.
 CARRIED = 10.0
-# After this many rounds one round is of the other kind, plain or drafting; ever more rarely while that changes nothing.
+# After this many rounds one round is of another kind than seems best; ever more rarely while that changes nothing.
 PROBE_AFTER, PROBE_AFTER_MOST = 16, 256
 # Drafting rounds of the first sample before the plain round that they are compared with.
 FIRST_DRAFTS = 4
 # Rounds that a try of drafting may take: the draft may have to read the text first, and if it does well goes on.
 TRY_ROUNDS = 24
+# Drafting must promise so much more than plain decoding: a guess that is a little wrong must not make it slower.
+MARGIN = 1.05
+# Misses are never thought to be rarer than this, so that what follows them matters.
+RARELY = 0.01
+# A try of plain rounds while drafting is preferred: so many in a row, of all sessions.
+QUIET = 2
+# Which of both is preferred has changed when this share of rounds, or as small a part, says so.
+CLEAR = 0.75
 # Lengths that are compared: beyond 8 one token more or less matters little.
 LENGTHS = (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
@@ -33,12 +41,17 @@ PLAIN = Choice(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """By number of draft tokens, 0 included: seconds of a round, of the wait for a draft after a miss, and how often
-    the verdict is foreseen."""
+    """By number of draft tokens, 0 included: seconds of a round and of the wait for a draft after a miss, how often the
+    verdict is foreseen, and how many tokens are prepared then, on average, of that many asked for.
+
+    `plain` is the seconds of a round without draft tokens while the draft does not work.
+    """
 
     round: Sequence[float]
     wait: Sequence[float]
     hit: Sequence[float]
+    ready: Sequence[float]
+    plain: float
 
 
 def expected(rates: Sequence[float]) -> list[float]:
@@ -49,44 +62,57 @@ def expected(rates: Sequence[float]) -> list[float]:
 def goodput(accepted: Sequence[float], estimates: Estimates, choice: Choice) -> float:
     """Expected tokens per second, given what is `expected` to be accepted.
 
-    Rounds follow hits or misses. One after a hit drafts k tokens and its verdict is foreseen with probability hit[k];
-    one after a miss drafts m = after_miss tokens, waits for them and is foreseen with hit[m]. The share of rounds after
-    a hit is that of the chain's stationary distribution.
+    Rounds follow hits or misses. One after a hit has r = ready[k] draft tokens and its verdict is foreseen with
+    probability hit[r]; one after a miss drafts m = after_miss tokens, waits for them and is foreseen with hit[m]. The
+    share of rounds after a hit is that of the chain's stationary distribution.
     """
-    k, m = choice.k, choice.after_miss
-    hits, misses = estimates.hit[m], 1 - estimates.hit[k]
-    share = hits / (hits + misses) if hits + misses > 0 else 1.0
-    tokens = 1 + share * accepted[k] + (1 - share) * accepted[m]
-    return tokens / (share * estimates.round[k] + (1 - share) * (estimates.wait[m] + estimates.round[m]))
+    if choice == PLAIN:
+        return 1 / estimates.plain
+    r, m = estimates.ready[choice.k], choice.after_miss
+    hits, misses = estimates.hit[m], max(RARELY, 1 - between(estimates.hit, r))
+    share = hits / (hits + misses)
+    tokens = 1 + share * between(accepted, r) + (1 - share) * accepted[m]
+    return tokens / (share * between(estimates.round, r) + (1 - share) * (estimates.wait[m] + estimates.round[m]))
+
+
+def between(values: Sequence[float], x: float) -> float:
+    """The value at x, from those at whole numbers."""
+    i = min(int(x), len(values) - 1)
+    return values[i] if i == x else values[i] + (x - i) * (values[i + 1] - values[i])
 
 
 def choices(limit: int, *, turns: bool) -> Iterator[Choice]:
     """What may be chosen besides plain decoding; if draft and target take turns there are only misses."""
     lengths = [k for k in LENGTHS if k < limit] + [limit] * (limit > 0)
     for k in lengths:
-        shorter = [] if turns else [m for m in (0, 1, 2, 4, 8, 16, 32) if m < k]
+        shorter = [] if turns else [m for m in (0, 1, 2, 4, 8) if m < k]
         yield from (Choice(k, m) for m in (*shorter, k))
 
 
 @dataclass(slots=True)
 class Probing:
-    """When to try the other kind of round: of all samples with one way to draft."""
+    """When to try another kind of round than seems best: of all samples with one way to draft."""
 
     patience: int = PROBE_AFTER
     rounds: int = 0
     since: int = 0
-    preferred: Choice | None = None
+    tries: int = 0
+    drafting: bool = True
+    share: Mean = field(default_factory=Mean)
+    quiet: int = 0
 
     def due(self, best: Choice) -> bool:
-        """Count a round; whether the next one is to be of the other kind."""
-        if self.preferred is None or (best.k > 0) != (self.preferred.k > 0):
-            self.patience = PROBE_AFTER
-        self.preferred = best
+        """Count a round; whether the next one is to be of another kind."""
+        self.share.add(best.k > 0)
+        if self.share.value >= CLEAR if not self.drafting else self.share.value <= 1 - CLEAR:
+            self.drafting, self.patience = not self.drafting, PROBE_AFTER
         self.rounds += 1
+        self.quiet = max(0, self.quiet - 1)
         self.since += 1
         if self.since < self.patience:
             return False
         self.since = 0
+        self.tries += 1
         self.patience = min(2 * self.patience, PROBE_AFTER_MOST)
         return True
 
@@ -117,8 +143,9 @@ class DraftLength:
         self._target_accept_rate = target_accept_rate
         self._shared = shared
         self._own = DraftCosts()
-        self._own.believe([shared.draft.acceptance(position) for position in range(limit)], CARRIED)
-        self._best = Choice(limit, limit) if fixed else self._choose()
+        self._own.believe(shared.draft.acceptance(limit), CARRIED)
+        self._promising = Choice(limit, limit)
+        self._best = self._promising if fixed else self._choose()
         self._next = self._best
         self._trying = 0
 
@@ -129,9 +156,15 @@ class DraftLength:
     def prepare(self, wanted: int) -> int:
         """How many tokens to prepare for the round after the one in work, when `wanted` may be emitted after that.
 
-        While plain rounds are only tried the draft stays at work.
+        While plain rounds are only tried the draft stays at work, unless they are to be without it.
         """
-        return max(0, min(max(self._next.k, self._best.k), wanted - 1))
+        best = 0 if self._shared.probing.quiet > 0 else self._best.k
+        return max(0, min(max(self._next.k, best), wanted - 1))
+
+    @property
+    def least(self) -> int:
+        """The fewest prepared tokens to go on with: for fewer it would wait, as after a miss."""
+        return max(1, self._next.after_miss)
 
     def after_miss(self, wanted: int) -> int:
         """How many tokens to wait for when nothing is prepared; 0: a plain round at once."""
@@ -140,6 +173,10 @@ class DraftLength:
     def waited(self, k: int, seconds: float) -> None:
         """Learn how long a draft of k tokens took to come."""
         self._shared.draft.wait.add(k, seconds)
+
+    def prepared(self, asked: int, count: int) -> None:
+        """Learn how many tokens were there, of those asked for, when a verdict was foreseen."""
+        self._shared.draft.add_ready(asked, count)
 
     def foreseen(self, drafted: int, hit: bool) -> None:
         """Learn whether the verdict on a round that was announced to the draft was foreseen in time."""
@@ -155,11 +192,18 @@ class DraftLength:
         self._trying = max(0, self._trying - 1) if drafted == 0 or self._paid(drafted, accepted) else 0
         due = self._shared.probing.due(self._best)
         if self._best.k > 0:
-            self._next = PLAIN if due else self._best
+            # What other lengths cost is not seen in any other way, nor how fast the target is without the draft.
+            probing = self._shared.probing
+            if due and probing.tries % 2:
+                probing.quiet = round(QUIET * self._shared.target.rows.value)
+            quiet = probing.quiet > 0
+            self._next = PLAIN if quiet else self._longest() if due else self._best
             return
         if due:
             self._trying = TRY_ROUNDS
-        self._next = self._longest() if self._trying > 0 else PLAIN
+        # All sessions of a batch wait for the draft tokens of one.
+        trial = self._promising if self._shared.target.is_shared else self._longest()
+        self._next = trial if self._trying > 0 else PLAIN
 
     def _paid(self, drafted: int, accepted: int) -> bool:
         """Whether a round that accepted so many tokens was faster than plain rounds."""
@@ -172,25 +216,37 @@ class DraftLength:
         least, accepted = self._target_accept_rate or 0, self._expected()
         return [k for k in range(1, self._limit + 1) if accepted[k] / k >= least]
 
+    def _choose(self) -> Choice:
+        allowed = self._allowed()
+        if not allowed:
+            return PLAIN
+        if not self._shared.target.knows(0):  # Nothing to compare with yet: a few drafts, then a plain round.
+            self._promising = self._longest()
+            return PLAIN if self._shared.probing.rounds >= FIRST_DRAFTS else self._promising
+        accepted, estimates = self._expected(), self._estimates()
+        possible = [c for c in choices(max(allowed), turns=self._shared.turns) if c.k in allowed]
+        self._promising = max(possible, key=lambda choice: goodput(accepted, estimates, choice))
+        gain = goodput(accepted, estimates, self._promising) / goodput(accepted, estimates, PLAIN)
+        return self._promising if gain >= MARGIN else PLAIN
+
     def _longest(self) -> Choice:
         k = max(self._allowed(), default=min(1, self._limit))
         return Choice(k, k)
 
-    def _choose(self) -> Choice:
-        allowed, target, draft = self._allowed(), self._shared.target, self._shared.draft
-        if not allowed:
-            return PLAIN
-        if not target.knows(0):  # Nothing to compare with yet: a few drafts, then a plain round.
-            return PLAIN if self._shared.probing.rounds >= FIRST_DRAFTS else self._longest()
-        numbers = range(self._limit + 1)
-        estimates = Estimates(
-            [target.round(k) for k in numbers],
-            [draft.wait.at(k) for k in numbers],
-            [0.0 if self._shared.turns else draft.hit_rate(k) for k in numbers],
+    def _estimates(self) -> Estimates:
+        numbers, target, draft = range(self._limit + 1), self._shared.target, self._shared.draft
+        rounds, plain = [target.round(k) for k in numbers], target.round(0, alone=True)
+        if self._shared.turns:
+            return Estimates(rounds, [draft.wait.at(k) for k in numbers], [0.0] * len(numbers), numbers, plain)
+        # Others do not wait along: their forward has begun when the draft comes.
+        least = rounds[0] if target.is_shared else 0.0
+        return Estimates(
+            rounds,
+            [max(draft.wait.at(k), least if k > 0 else 0.0) for k in numbers],
+            [draft.hit_rate(k) for k in numbers],
+            [draft.ready(k) for k in numbers],
+            plain,
         )
-        accepted = self._expected()
-        possible = [c for c in choices(max(allowed), turns=self._shared.turns) if c.k in allowed]
-        return max([PLAIN, *possible], key=lambda choice: goodput(accepted, estimates, choice))
 
     def _expected(self) -> list[float]:
-        return expected([self._own.acceptance(position) for position in range(self._limit)])
+        return expected(self._own.acceptance(self._limit))

@@ -131,6 +131,7 @@ class SampleState:
                 compute=compute,
                 queue=queue,
                 elapsed=timed.elapsed,
+                alone=self.costs.was_alone(timed.elapsed),
             )
         self.length.observe(drafted, verdict.accepted)
         self._count(verdict, drafted)

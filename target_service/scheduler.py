@@ -25,9 +25,9 @@ from foredraft.sampling.warpers import warp
 from foredraft.serving.errors import RequestError
 from target_service.session import Limits, Session, Timing, Verdict, finish
 
-# Rounds wait for those that were answered with them for at most this part of a forward and so many seconds, looking
-# every POLL_S; after a wait in vain the next PAUSE forwards wait for nobody.
-GATHER, GATHER_MOST_S, POLL_S, PAUSE = 0.05, 0.005, 0.0002, 16
+# Rounds wait for sessions that were answered by the last forward and commonly come back within this part of it, for at
+# most so many seconds, looking every POLL_S.
+GATHER, GATHER_MOST_S, POLL_S = 0.2, 0.02, 0.0002
 
 Reply = Callable[[Verdict | RequestError], object]
 
@@ -112,7 +112,7 @@ class Scheduler:
 
     A step takes every decoding session's round whole, and of texts that are not computed yet at most `prefill_chunk`
     tokens in all, sessions taking turns: a long prompt delays neither the rounds of others nor their prompts by more.
-    A round waits for the forward in flight, and a moment for rounds that were answered together with its last one.
+    A round waits for the forward in flight, and a moment for sessions that the last forward answered.
     """
 
     def __init__(self, engine: Engine, limits: Limits, *, prefill_chunk: int, wake: Callable[[], None]) -> None:
@@ -124,8 +124,8 @@ class Scheduler:
         self._inbox: deque[Callable[[], None]] = deque()
         self._jobs: dict[Session, _Job] = {}
         self._answered: list[Session] = []
+        self._answered_at = 0.0
         self._forward_s = 0.0
-        self._vain = 0
         self._slots: dict[Session, Slot] = {}
 
     @property
@@ -178,7 +178,10 @@ class Scheduler:
         for one in rounds:
             one.job.reply(self._answer(one, started))
         self._answered = [one.job.session for one in rounds if not one.job.session.finish_reason]
-        self._forward_s = time.perf_counter() - started
+        self._answered_at = time.perf_counter()
+        for session in self._answered:
+            session.answered_at = self._answered_at
+        self._forward_s = self._answered_at - started
         return True
 
     def _take_inbox(self) -> None:
@@ -190,22 +193,17 @@ class Scheduler:
 
         Else they fall into groups whose forwards alternate, and every round waits for those of the others.
         """
-        away = self._away()
-        if not self._jobs or not away:
-            return
-        if self._vain > 0:
-            self._vain -= 1
-            return
-        deadline = time.perf_counter() + min(GATHER * self._forward_s, GATHER_MOST_S)
-        while self._away() and time.perf_counter() < deadline:
+        most = min(GATHER * self._forward_s, GATHER_MOST_S)
+        while self._jobs and self._is_any_due(most) and time.perf_counter() < self._answered_at + most:
             time.sleep(POLL_S)
             self._take_inbox()
-        if self._away() == away:
-            self._vain = PAUSE
 
-    def _away(self) -> int:
-        """How many of the sessions that were answered last have not come back."""
-        return sum(session in self._slots and session not in self._jobs for session in self._answered)
+    def _is_any_due(self, most: float) -> bool:
+        """Whether a session that was answered last has not come back, but commonly does within `most` seconds."""
+        return any(
+            session in self._slots and session not in self._jobs and session.away_s <= most
+            for session in self._answered
+        )
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)
@@ -213,6 +211,7 @@ class Scheduler:
 
     def _begin(self, job: _Job) -> None:
         self._jobs[job.session] = job
+        job.session.came(job.received)
 
     def _drop(self, session: Session) -> None:
         self._jobs.pop(session, None)

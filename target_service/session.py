@@ -25,6 +25,7 @@ class Session:
 
     `text` is prompt and output; `logprobs` is how many most probable tokens to report, None for no logprobs at all.
     While a round is in flight `text` and `finish_reason` belong to the model thread, otherwise to the event loop.
+    `away_s` is how many seconds the client lets pass between a verdict and the next round; the last one counts half.
     """
 
     text: list[int]
@@ -33,6 +34,13 @@ class Session:
     params: SamplingParams
     logprobs: int | None = None
     finish_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
+    away_s: float = 0.0
+    answered_at: float | None = None
+
+    def came(self, received: float) -> None:
+        """Learn that a round came, at that instant of time.perf_counter."""
+        if self.answered_at is not None:
+            self.away_s += 0.5 * (received - self.answered_at - self.away_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ POLL_INTERVAL_S = 0.1
 RECONNECT_SOON = [(f"grpc.{which}_reconnect_backoff_ms", 200) for which in ("initial", "min", "max")]
 # Lines of a process's output that are repeated when it dies.
 TAIL_LINES = 15
+# The priority of a process that gives way.
+NICE = 10
 # A line that never ends is cut into pieces of this many bytes.
 LONGEST_LINE = 65536
 
@@ -36,13 +38,17 @@ class ChildError(RuntimeError):
 
 @dataclass
 class Child:
-    """One process. `health_address`, or else `address`, answers health checks; `cores` are its CPUs, None for all."""
+    """One process. `health_address`, or else `address`, answers health checks; `cores` are its CPUs, None for all.
+
+    With `yields` it gives way to the other processes when they want the same CPU.
+    """
 
     name: str
     command: Sequence[str]
     address: str
     cores: Collection[int] | None = None
     health_address: str | None = None
+    yields: bool = False
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
 
@@ -82,6 +88,8 @@ class Supervisor:
         )
         if child.cores is not None and sys.platform == "linux":
             os.sched_setaffinity(process.pid, child.cores)
+        if child.yields and sys.platform != "win32":
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
         self._running.append((child, process, asyncio.create_task(self._run(child, process))))
 
     async def wait_healthy(self, *children: Child, timeout_s: float = 3600.0) -> None:

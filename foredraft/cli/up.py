@@ -116,7 +116,9 @@ class Stack:
         config = Path(self._directory.name) / "options.yaml"
         config.write_text(json.dumps(self.options))
         arguments = ["-m", "foredraft.cli", command, "--config", str(config), "--stop-with-parent"]
-        return Child(name, [sys.executable, *arguments], address, cores, self._health[HEALTH[name]])
+        # Drafting may use all that is left of a CPU, but the messages that everybody waits for go first.
+        yields = name == "draft"
+        return Child(name, [sys.executable, *arguments], address, cores, self._health[HEALTH[name]], yields)
 
 
 # Called with every stack before it starts.

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from foredraft.v1 import common_pb2 as foredraft_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66oredraft/v1/draft.proto\x12\x0c\x66oredraft.v1\x1a\x19\x66oredraft/v1/common.proto\"\xc3\x01\n\x0c\x44raftRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.foredraft.v1.OpenDraftH\x00\x12&\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x14.foredraft.v1.CommitH\x00\x12,\n\tverifying\x18\x03 \x01(\x0b\x32\x17.foredraft.v1.VerifyingH\x00\x12)\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x18.foredraft.v1.CloseDraftH\x00\x42\t\n\x07message\"\xb4\x01\n\tOpenDraft\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprompt_length\x18\x02 \x01(\r\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.foredraft.v1.Sampling\x12&\n\x07\x64rafter\x18\x05 \x01(\x0e\x32\x15.foredraft.v1.Drafter\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\"=\n\x06\x43ommit\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\"R\n\tVerifying\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\"\x0c\n\nCloseDraft\"r\n\rDraftResponse\x12*\n\x08proposal\x18\x01 \x01(\x0b\x32\x16.foredraft.v1.ProposalH\x00\x12*\n\x08prepared\x18\x02 \x01(\x0b\x32\x16.foredraft.v1.PreparedH\x00\x42\t\n\x07message\"\x9d\x01\n\x08Proposal\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x01q\x18\x03 \x01(\x0b\x32!.foredraft.v1.SparseDistributions\x12\x12\n\ncompute_us\x18\x04 \x01(\r\x12\x10\n\x08queue_us\x18\x05 \x01(\r\x12\x1c\n\x14prepared_token_count\x18\x06 \x01(\r\"\x83\x01\n\x08Prepared\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x12\n\nnext_token\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x01q\x18\x05 \x01(\x0b\x32!.foredraft.v1.SparseDistributions\"\x1d\n\x1b\x44raftServiceGetModelRequest\"\x9b\x01\n\x1c\x44raftServiceGetModelResponse\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.foredraft.v1.Model\x12\'\n\x08\x64rafters\x18\x02 \x03(\x0e\x32\x15.foredraft.v1.Drafter\x12.\n\x0f\x64\x65\x66\x61ult_drafter\x18\x03 \x01(\x0e\x32\x15.foredraft.v1.Drafter2\x94\x02\n\x0c\x44raftService\x12\x44\n\x05\x44raft\x12\x1a.foredraft.v1.DraftRequest\x1a\x1b.foredraft.v1.DraftResponse(\x01\x30\x01\x12\x61\n\x08GetModel\x12).foredraft.v1.DraftServiceGetModelRequest\x1a*.foredraft.v1.DraftServiceGetModelResponse\x12[\n\x0eListVocabulary\x12#.foredraft.v1.ListVocabularyRequest\x1a$.foredraft.v1.ListVocabularyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66oredraft/v1/draft.proto\x12\x0c\x66oredraft.v1\x1a\x19\x66oredraft/v1/common.proto\"\xc3\x01\n\x0c\x44raftRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.foredraft.v1.OpenDraftH\x00\x12&\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x14.foredraft.v1.CommitH\x00\x12,\n\tverifying\x18\x03 \x01(\x0b\x32\x17.foredraft.v1.VerifyingH\x00\x12)\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x18.foredraft.v1.CloseDraftH\x00\x42\t\n\x07message\"\xb4\x01\n\tOpenDraft\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprompt_length\x18\x02 \x01(\r\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.foredraft.v1.Sampling\x12&\n\x07\x64rafter\x18\x05 \x01(\x0e\x32\x15.foredraft.v1.Drafter\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\"=\n\x06\x43ommit\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\"\x8c\x01\n\tVerifying\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12$\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x14.foredraft.v1.Commit\"\x0c\n\nCloseDraft\"r\n\rDraftResponse\x12*\n\x08proposal\x18\x01 \x01(\x0b\x32\x16.foredraft.v1.ProposalH\x00\x12*\n\x08prepared\x18\x02 \x01(\x0b\x32\x16.foredraft.v1.PreparedH\x00\x42\t\n\x07message\"\x9d\x01\n\x08Proposal\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x01q\x18\x03 \x01(\x0b\x32!.foredraft.v1.SparseDistributions\x12\x12\n\ncompute_us\x18\x04 \x01(\r\x12\x10\n\x08queue_us\x18\x05 \x01(\r\x12\x1c\n\x14prepared_token_count\x18\x06 \x01(\r\"O\n\x08Prepared\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x31\n\rcontinuations\x18\x02 \x03(\x0b\x32\x1a.foredraft.v1.Continuation\"u\n\x0c\x43ontinuation\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r\x12\x12\n\nnext_token\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x01q\x18\x04 \x01(\x0b\x32!.foredraft.v1.SparseDistributions\"\x1d\n\x1b\x44raftServiceGetModelRequest\"\x9b\x01\n\x1c\x44raftServiceGetModelResponse\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.foredraft.v1.Model\x12\'\n\x08\x64rafters\x18\x02 \x03(\x0e\x32\x15.foredraft.v1.Drafter\x12.\n\x0f\x64\x65\x66\x61ult_drafter\x18\x03 \x01(\x0e\x32\x15.foredraft.v1.Drafter2\x94\x02\n\x0c\x44raftService\x12\x44\n\x05\x44raft\x12\x1a.foredraft.v1.DraftRequest\x1a\x1b.foredraft.v1.DraftResponse(\x01\x30\x01\x12\x61\n\x08GetModel\x12).foredraft.v1.DraftServiceGetModelRequest\x1a*.foredraft.v1.DraftServiceGetModelResponse\x12[\n\x0eListVocabulary\x12#.foredraft.v1.ListVocabularyRequest\x1a$.foredraft.v1.ListVocabularyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,20 +38,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENDRAFT']._serialized_end=448
   _globals['_COMMIT']._serialized_start=450
   _globals['_COMMIT']._serialized_end=511
-  _globals['_VERIFYING']._serialized_start=513
-  _globals['_VERIFYING']._serialized_end=595
-  _globals['_CLOSEDRAFT']._serialized_start=597
-  _globals['_CLOSEDRAFT']._serialized_end=609
-  _globals['_DRAFTRESPONSE']._serialized_start=611
-  _globals['_DRAFTRESPONSE']._serialized_end=725
-  _globals['_PROPOSAL']._serialized_start=728
-  _globals['_PROPOSAL']._serialized_end=885
-  _globals['_PREPARED']._serialized_start=888
-  _globals['_PREPARED']._serialized_end=1019
-  _globals['_DRAFTSERVICEGETMODELREQUEST']._serialized_start=1021
-  _globals['_DRAFTSERVICEGETMODELREQUEST']._serialized_end=1050
-  _globals['_DRAFTSERVICEGETMODELRESPONSE']._serialized_start=1053
-  _globals['_DRAFTSERVICEGETMODELRESPONSE']._serialized_end=1208
-  _globals['_DRAFTSERVICE']._serialized_start=1211
-  _globals['_DRAFTSERVICE']._serialized_end=1487
+  _globals['_VERIFYING']._serialized_start=514
+  _globals['_VERIFYING']._serialized_end=654
+  _globals['_CLOSEDRAFT']._serialized_start=656
+  _globals['_CLOSEDRAFT']._serialized_end=668
+  _globals['_DRAFTRESPONSE']._serialized_start=670
+  _globals['_DRAFTRESPONSE']._serialized_end=784
+  _globals['_PROPOSAL']._serialized_start=787
+  _globals['_PROPOSAL']._serialized_end=944
+  _globals['_PREPARED']._serialized_start=946
+  _globals['_PREPARED']._serialized_end=1025
+  _globals['_CONTINUATION']._serialized_start=1027
+  _globals['_CONTINUATION']._serialized_end=1144
+  _globals['_DRAFTSERVICEGETMODELREQUEST']._serialized_start=1146
+  _globals['_DRAFTSERVICEGETMODELREQUEST']._serialized_end=1175
+  _globals['_DRAFTSERVICEGETMODELRESPONSE']._serialized_start=1178
+  _globals['_DRAFTSERVICEGETMODELRESPONSE']._serialized_end=1333
+  _globals['_DRAFTSERVICE']._serialized_start=1336
+  _globals['_DRAFTSERVICE']._serialized_end=1612
 # @@protoc_insertion_point(module_scope)

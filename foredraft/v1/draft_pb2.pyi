@@ -46,16 +46,20 @@ class Commit(_message.Message):
     def __init__(self, base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Verifying(_message.Message):
-    __slots__ = ("round_id", "base", "token_ids", "max_tokens")
+    __slots__ = ("round_id", "base", "token_ids", "max_tokens", "min_tokens", "commit")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     base: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
-    def __init__(self, round_id: _Optional[int] = ..., base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    min_tokens: int
+    commit: Commit
+    def __init__(self, round_id: _Optional[int] = ..., base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class CloseDraft(_message.Message):
     __slots__ = ()
@@ -86,18 +90,24 @@ class Proposal(_message.Message):
     def __init__(self, base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[_common_pb2.SparseDistributions, _Mapping]] = ..., compute_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., prepared_token_count: _Optional[int] = ...) -> None: ...
 
 class Prepared(_message.Message):
-    __slots__ = ("round_id", "accepted", "next_token", "token_ids", "q")
+    __slots__ = ("round_id", "continuations")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATIONS_FIELD_NUMBER: _ClassVar[int]
+    round_id: int
+    continuations: _containers.RepeatedCompositeFieldContainer[Continuation]
+    def __init__(self, round_id: _Optional[int] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ...) -> None: ...
+
+class Continuation(_message.Message):
+    __slots__ = ("accepted", "next_token", "token_ids", "q")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
-    round_id: int
     accepted: int
     next_token: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     q: _common_pb2.SparseDistributions
-    def __init__(self, round_id: _Optional[int] = ..., accepted: _Optional[int] = ..., next_token: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[_common_pb2.SparseDistributions, _Mapping]] = ...) -> None: ...
+    def __init__(self, accepted: _Optional[int] = ..., next_token: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[_common_pb2.SparseDistributions, _Mapping]] = ...) -> None: ...
 
 class DraftServiceGetModelRequest(_message.Message):
     __slots__ = ()

@@ -104,8 +104,11 @@ def check_verifying(
             _base_violations(request.base, field_prefix),
             _draft_violations(request.token_ids, vocabulary_size, field_prefix),
             at_most(request.max_tokens, MAX_DRAFT_TOKENS, f"{field_prefix}.max_tokens"),
+            at_most(request.commit.max_tokens, 0, f"{field_prefix}.commit.max_tokens"),
         )
     )
+    if request.HasField("commit"):
+        check_commit(request.commit, vocabulary_size=vocabulary_size, field_prefix=f"{field_prefix}.commit")
 
 
 def _text_violations(

@@ -133,7 +133,7 @@ class Client:
 
     service: Service
     text: list[int] = field(default_factory=list)
-    prepared: list[draft_pb2.Prepared] = field(default_factory=list)
+    prepared: list[draft_pb2.Continuation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.call = self.service.stub.Draft(timeout=TIMEOUT_S)
@@ -163,7 +163,7 @@ class Client:
         if response is grpc.aio.EOF:
             raise EOFError(f"the stream ended with {await self.call.code()}: {await self.call.details()}")
         if response.HasField("prepared") and response.prepared.round_id == self._round_id:
-            self.prepared.append(response.prepared)
+            self.prepared += response.prepared.continuations
         return response  # type: ignore[no-any-return]
 
     async def proposal(self) -> draft_pb2.Proposal:
@@ -179,7 +179,7 @@ class Client:
         assert proposal.base == len(self.text)
         return list(proposal.token_ids)
 
-    async def wait_prepared(self, count: int) -> list[draft_pb2.Prepared]:
+    async def wait_prepared(self, count: int) -> list[draft_pb2.Continuation]:
         while len(self.prepared) < count:
             await self.receive()
         return list(self.prepared)

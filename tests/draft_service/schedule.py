@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from draft_service.combined import CombinedDrafter
-from draft_service.drafter import Drafter, Opening, Prepared, Proposal
+from draft_service.drafter import Continuation, Drafter, Opening, Prepared, Proposal
 from draft_service.model_drafter import ModelDrafter
 from foredraft.sampling.proposal import SparseQ
 from tests.draft_service.reference import Reference
@@ -28,8 +28,8 @@ class Client:
         self.text = [*self.text[:base], *tokens]
         self.session.commit(base, list(tokens), k, time.perf_counter())
 
-    def verifying(self, round_id: int, tokens: Sequence[int], k: int) -> None:
-        self.session.verifying(round_id, len(self.text), list(tokens), k)
+    def verifying(self, round_id: int, tokens: Sequence[int], k: int, least: int = 0) -> None:
+        self.session.verifying(round_id, len(self.text), list(tokens), k, least)
 
     def take(self) -> list[Proposal | Prepared]:
         """The answers since the last call."""
@@ -40,8 +40,8 @@ class Client:
         (proposal,) = [answer for answer in self.take() if isinstance(answer, Proposal)]
         return proposal
 
-    def prepared(self) -> list[Prepared]:
-        return [answer for answer in self.take() if isinstance(answer, Prepared)]
+    def prepared(self) -> list[Continuation]:
+        return [c for answer in self.take() if isinstance(answer, Prepared) for c in answer.continuations]
 
 
 def finish(drafter: Drafter) -> None:
@@ -68,8 +68,8 @@ class Schedule:
     random: random.Random
     commits: int = 0
     proposals_due: list[tuple[int, list[int], int]] = field(default_factory=list)
-    rounds: dict[int, tuple[list[int], list[int], int]] = field(default_factory=dict)
-    prepared: dict[tuple[int, int], Prepared] = field(default_factory=dict)
+    rounds: dict[int, tuple[list[int], list[int], int, int]] = field(default_factory=dict)
+    prepared: dict[tuple[int, int], Continuation] = field(default_factory=dict)
     proposal: list[int] = field(default_factory=list)
     known: dict[tuple[int, ...], tuple[list[int], SparseQ | None]] = field(default_factory=dict)
     hits: int = 0
@@ -89,7 +89,7 @@ class Schedule:
         if roll < 0.4:
             self.announce(self.random.choice([self.proposal, self.proposal[:2], [], [70, 71]]), k)
         elif roll < 0.5:
-            client.session.verifying(99, len(client.text) - 1, [70], 3)  # stale
+            client.session.verifying(99, len(client.text) - 1, [70], 3, 1)  # stale
         elif roll < 0.6:
             self.commit(client.text[-1:], k, base=len(client.text) - 1)  # again
         elif roll < 0.65:
@@ -102,13 +102,14 @@ class Schedule:
 
     def announce(self, tokens: list[int], k: int) -> None:
         round_id = len(self.rounds) + 1
-        self.rounds[round_id] = (list(self.client.text), list(tokens), k)
+        least = self.random.randint(0, 4)
+        self.rounds[round_id] = (list(self.client.text), list(tokens), k, least)
         self.prepared.clear()
-        self.client.verifying(round_id, tokens, k)
+        self.client.verifying(round_id, tokens, k, least)
 
     def verdict(self, k: int) -> None:
         """The target's, or any other, on the last round; a prepared answer becomes the next proposal."""
-        text, drafted, _ = self.rounds.get(len(self.rounds), (None, [], 0))
+        text, drafted, *_ = self.rounds.get(len(self.rounds), (None, []))
         if text != self.client.text:
             drafted = []
         accepted: list[int] = []
@@ -150,9 +151,11 @@ class Schedule:
                 if text == self.client.text:
                     self.proposal = list(answer.token_ids)
             else:
-                self.check_prepared(answer)
+                for continuation in answer.continuations:
+                    self.check_continuation(answer.round_id, continuation)
         if at_rest:
             assert not self.proposals_due
+            self.check_complete()
 
     def check_slot(self) -> None:
         """What has been read is the text, as far as both go."""
@@ -160,17 +163,25 @@ class Schedule:
         held = session.slot.tokens if session.slot is not None else []
         assert held[: len(session.text)] == session.text[: len(held)]
 
-    def check_prepared(self, answer: Prepared) -> None:
-        text, drafted, k = self.rounds[answer.round_id]
-        verdict = [*text, *drafted[: answer.accepted], answer.next_token]
-        is_current = answer.round_id == len(self.rounds) and text == self.client.text
-        tokens, q = self.expected(verdict, k if is_current else len(answer.token_ids))
+    def check_continuation(self, round_id: int, answer: Continuation) -> None:
+        text, drafted, k, least = self.rounds[round_id]
+        full, _ = self.expected([*text, *drafted[: answer.accepted], answer.next_token], k)
+        tokens, q = self.expected([*text, *drafted[: answer.accepted], answer.next_token], len(answer.token_ids))
         assert answer.token_ids == tokens
         assert tokens
         assert same_q(answer.q, q)
+        assert len(tokens) >= min(least or k, len(full))
         assert drafted[answer.accepted : answer.accepted + 1] != [answer.next_token]
-        if is_current:
-            self.prepared[answer.accepted, answer.next_token] = answer
+        verdict = (answer.accepted, answer.next_token)
+        if round_id == len(self.rounds) and text == self.client.text:
+            assert verdict not in self.prepared or len(self.prepared[verdict].token_ids) < len(tokens)
+            self.prepared[verdict] = answer
+
+    def check_complete(self) -> None:
+        """What was prepared for the round in progress has all its tokens."""
+        for (accepted, next_token), answer in self.prepared.items():
+            text, drafted, k, _ = self.rounds[len(self.rounds)]
+            assert answer.token_ids == self.expected([*text, *drafted[:accepted], next_token], k)[0]
 
 
 def run(drafter: Drafter, schedules: Sequence[Schedule], pace: random.Random, turns: int = 30) -> None:

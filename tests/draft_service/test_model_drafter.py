@@ -183,15 +183,19 @@ def test_a_branch_cut_short_is_continued_by_the_proposal_for_its_verdict(
     assert engine.forwards == forwards + 3
 
 
-def test_a_branch_cut_short_is_returned_at_its_length_if_no_proposal_is_wanted(drafter: ModelDrafter) -> None:
-    client, proposal = announced(drafter)
-    drafter.step()
-    drafter.step()
-    assert client.session.preparation is not None
-    branch = client.session.preparation.branches[0]
-    client.commit([*proposal.token_ids[: branch.accepted], branch.next_token], k=0)
-    (prepared,) = client.prepared()
-    assert (prepared.accepted, prepared.next_token, len(prepared.token_ids)) == (branch.accepted, branch.next_token, 2)
+@pytest.mark.parametrize("name", ["coupled", "greedy", "rejection"])
+def test_continuations_are_sent_again_whenever_they_are_longer_from_the_least_length_on(
+    name: str, drafter: ModelDrafter
+) -> None:
+    client = Client(drafter, opening(replace(PARAMETERS[name], ignore_eos=True)))
+    client.verifying(1, [], 4, least=2)
+    lengths = []
+    while drafter.step():
+        answers = client.take()
+        assert len(answers) <= 1  # one message a pass
+        lengths += [{len(c.token_ids) for c in answer.continuations} for answer in answers]  # type: ignore[union-attr]
+    assert lengths == [{2}, {3}, {4}]
+    assert client.session._counters.prepared_tokens == 4 * BRANCHES
 
 
 @pytest.mark.parametrize("name", ["coupled", "greedy", "rejection"])
@@ -287,8 +291,9 @@ def test_with_rejection_an_end_is_sent_no_sooner_than_other_draws(drafter: Model
         client = Client(drafter, opening(params))
         client.verifying(1, [], 4)
         finish(drafter)
-        ended = [EOS in answer.token_ids[:-1] for answer in client.answers]
-        assert {len(answer.token_ids) for answer in client.prepared()} == {4}
+        prepared = client.prepared()
+        ended = [EOS in answer.token_ids[:-1] for answer in prepared]
+        assert {len(answer.token_ids) for answer in prepared} == {4}
         client.commit([60], k=4)
         finish(drafter)
         assert len(client.proposal().token_ids) == 4

@@ -3,7 +3,7 @@
 import random
 import time
 
-from draft_service.drafter import Prepared, Proposal
+from draft_service.drafter import Continuation, Prepared, Proposal
 from draft_service.ngram import NgramDrafter, NgramIndex, NgramSession
 from foredraft.sampling.params import Method, SamplingParams
 from tests.draft_service.reference import EOS, opening
@@ -71,8 +71,8 @@ def test_q_is_certain_of_each_token() -> None:
 
 def test_prepares_for_the_verdict_that_the_text_goes_on_repeating() -> None:
     session, answers = start(ids("abcdefab"))
-    session.verifying(7, 8, ids("c"), 2)
-    assert answers == [Prepared(7, 1, ord("d"), ids("ef"), None)]
+    session.verifying(7, 8, ids("c"), 2, 1)
+    assert answers == [Prepared(7, [Continuation(1, ord("d"), ids("ef"), None)])]
     session.commit(8, ids("cd"), 2, time.perf_counter())
     assert isinstance(answers[1], Proposal)
     assert (answers[1].base, answers[1].token_ids, answers[1].prepared_count) == (10, ids("ef"), 2)
@@ -80,7 +80,7 @@ def test_prepares_for_the_verdict_that_the_text_goes_on_repeating() -> None:
 
 def test_a_round_on_another_text_is_ignored() -> None:
     session, answers = start(ids("abab"))
-    session.verifying(7, 3, ids("b"), 2)
+    session.verifying(7, 3, ids("b"), 2, 1)
     assert answers == []
 
 

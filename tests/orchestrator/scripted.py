@@ -124,16 +124,20 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
                     if message.commit.max_tokens:
                         tokens = self.draft(base, message.commit.max_tokens)
                         yield draft_pb2.DraftResponse(proposal=draft_pb2.Proposal(base=base, token_ids=tokens))
-                elif message.HasField("verifying") and self.prepare:
+                elif message.HasField("verifying"):
                     announced = message.verifying
+                    if announced.HasField("commit"):
+                        self.commits.append(announced.commit)
+                    if not self.prepare:
+                        continue
                     accepted = len(announced.token_ids)
                     base = announced.base + accepted + 1
-                    prepared = draft_pb2.Prepared(
-                        round_id=announced.round_id,
+                    continuation = draft_pb2.Continuation(
                         accepted=accepted,
                         next_token=token_at(base - 1),
                         token_ids=self.draft(base, announced.max_tokens),
                     )
+                    prepared = draft_pb2.Prepared(round_id=announced.round_id, continuations=[continuation])
                     yield draft_pb2.DraftResponse(prepared=prepared)
         finally:
             self.sessions -= 1

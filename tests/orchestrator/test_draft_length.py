@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 from hypothesis import given
@@ -77,23 +77,27 @@ def test_predicted_acceptance_falls_with_k(rates: list[float]) -> None:
 
 
 def test_goodput_of_turns_is_the_closed_form() -> None:
-    never = Estimates(round=[1.0, 1.1, 1.2], wait=[0.0, 0.1, 0.2], hit=[0.0] * 3)
+    never = Estimates(round=[1.0, 1.1, 1.2], wait=[0.0, 0.1, 0.2], hit=[0.0] * 3, ready=[0, 1, 2], plain=0.5)
     assert goodput(expected([0.8, 0.5]), never, Choice(2, 2)) == pytest.approx((1 + 0.8 + 0.4) / (1.2 + 0.2))
-    assert goodput(expected([0.8, 0.5]), never, PLAIN) == pytest.approx(1.0)
+    assert goodput(expected([0.8, 0.5]), never, PLAIN) == pytest.approx(1 / 0.5)
 
 
-@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 3))
-def test_goodput_of_overlap_is_what_a_simulation_gives(seed: int, k: int, m: int) -> None:
+@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 3), st.booleans())
+def test_goodput_of_overlap_is_what_a_simulation_gives(seed: int, k: int, m: int, in_time: bool) -> None:
     rng = random.Random(seed)
     accepted = expected([rng.uniform(0.2, 0.9) for _ in range(3)])
     hit = [rng.uniform(0.2, 0.8) for _ in range(4)]
-    estimates = Estimates([1.0, 1.3, 1.4, 1.6], [0.0, 0.2, 0.5, 0.6], hit)
+    # Else half of the prepared answers of k tokens lack the last one when the verdict comes.
+    ready = range(4) if in_time else [max(0.0, k - 0.5) for k in range(4)]
+    estimates = Estimates([1.0, 1.3, 1.4, 1.6], [0.0, 0.2, 0.5, 0.6], hit, ready, plain=0.9)
+    r = [k, k] if in_time else [k - 1, k]
     # The expectation over many rounds, followed exactly: the probability that a round comes after a hit.
     after_hit, tokens, seconds = 0.0, 0.0, 0.0
     for _ in range(3000):
-        tokens += 1 + after_hit * accepted[k] + (1 - after_hit) * accepted[m]
-        seconds += after_hit * estimates.round[k] + (1 - after_hit) * (estimates.wait[m] + estimates.round[m])
-        after_hit = after_hit * hit[k] + (1 - after_hit) * hit[m]
+        tokens += 1 + after_hit * sum(accepted[n] for n in r) / 2 + (1 - after_hit) * accepted[m]
+        seconds += after_hit * sum(estimates.round[n] for n in r) / 2
+        seconds += (1 - after_hit) * (estimates.wait[m] + estimates.round[m])
+        after_hit = after_hit * sum(hit[n] for n in r) / 2 + (1 - after_hit) * hit[m]
     assert goodput(accepted, estimates, Choice(k, m)) == pytest.approx(tokens / seconds, rel=2e-3)
 
 
@@ -144,7 +148,10 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
 def test_after_a_miss_a_plain_round_goes_at_once_where_the_draft_is_slow_and_foresees_well() -> None:
     common = shared()
     length = DraftLength(limit=4, shared=common)
-    run(length, common, rounds=400, forward=cheap, takes=lambda k: k, wait=lambda k: 2.0, foreseen=lambda k: True)
+    often = cycle([True, True, True, False])
+    run(
+        length, common, rounds=400, forward=cheap, takes=lambda k: k, wait=lambda k: 2.0, foreseen=lambda k: next(often)
+    )
     assert (length.choose(1000), length.after_miss(1000)) == (4, 0)
 
 
@@ -212,3 +219,28 @@ def test_a_target_that_tells_no_times_breaks_nothing() -> None:
     length = DraftLength(limit=4, shared=common)
     length.observe(4, 4)
     assert 0 <= length.choose(100) <= 4
+
+
+def test_a_draft_that_slows_the_target_down_must_make_up_for_that() -> None:
+    # Alone a plain round takes 1; beside the draft, with which it shares a machine, as long as two tokens are worth.
+    common = shared()
+    for _ in range(20):
+        common.target.add(rows=1, tokens=1, compute=1.0, queue=0.0, elapsed=1.0, alone=True)
+        common.target.add(rows=1, tokens=1, compute=2.0, queue=0.0, elapsed=2.0)
+        common.target.add(rows=1, tokens=2, compute=2.0, queue=0.0, elapsed=2.0)
+    length = DraftLength(limit=1, shared=common)
+    length.observe(1, 1)
+    assert length.choose(100) == 0
+
+
+def test_plain_rounds_are_tried_without_the_draft_now_and_then() -> None:
+    common = shared()
+    length = DraftLength(limit=4, shared=common)
+    quiet = 0
+    for _ in range(3000):
+        k = length.choose(100)
+        common.target.add(rows=1, tokens=1 + k, compute=1.0, queue=0.0, elapsed=1.0, alone=length.prepare(100) == 0)
+        length.observe(k, k)
+        length.foreseen(k, True)
+        quiet += length.prepare(100) == 0
+    assert 4 <= quiet < 60

@@ -13,7 +13,7 @@ from tests.orchestrator.test_replicas import Decoding, Servers, servers
 
 __all__ = ["servers"]
 
-Answer = draft_pb2.Proposal | draft_pb2.Prepared
+Answer = draft_pb2.Proposal | draft_pb2.Continuation
 
 
 class FaultyDraft(ScriptedDraft):
@@ -29,7 +29,7 @@ class FaultyDraft(ScriptedDraft):
     ) -> AsyncIterator[draft_pb2.DraftResponse]:
         async for response in super().Draft(requests, context):
             is_proposal = response.HasField("proposal")
-            self.spoil(response.proposal if is_proposal else response.prepared)
+            self.spoil(response.proposal if is_proposal else response.prepared.continuations[0])
             for _ in range(self.times if is_proposal else 1):
                 yield response
 
