@@ -220,12 +220,12 @@ async def measure(
 async def burst(contestant: Contestant, works: Sequence[Work], options: Options) -> Burst:
     """Decode all works at once."""
     started = time.perf_counter()
-    texts = await asyncio.gather(*(decode(contestant, work, options) for work in works))
+    texts = await asyncio.gather(*(decode(contestant, work, options, started) for work in works))
     return Burst(list(texts), time.perf_counter() - started)
 
 
-async def decode(contestant: Contestant, work: Work, options: Options) -> Text:
-    """One stream, from the request to its end."""
+async def decode(contestant: Contestant, work: Work, options: Options, started: float) -> Text:
+    """One stream of a burst that began at `started`, from the request to its end."""
     text, last = Text(), time.perf_counter()
     async with contestant.client.stream(
         work.prompt,
@@ -244,6 +244,7 @@ async def decode(contestant: Contestant, work: Work, options: Options) -> Text:
             else:
                 text.first_token_s = now - last
             text.token_ids += chunk.token_ids
+            text.arrivals.append((now - started, count))
             last = now
     if statistics := stream.result.completions[0].statistics:
         text.drafted, text.accepted = statistics.drafted, statistics.accepted

@@ -15,15 +15,20 @@ from bench.report import percent, shown
 from bench.summary import PLAIN, PLAIN_ALL_CORES, Ratio, part, rate, ratio
 
 LEGEND = """In brackets: 95% interval of a paired bootstrap over bursts. Tokens/s: of all streams, reading their prompts
-included. First token: ms after the request. Token: ms between arrivals divided by the later one's tokens, once for
-each. Median / 99th percentile. same: texts that are as plain decoding wrote them."""
+included, until the first of them has its text: those that are left then have the machine to themselves. To the last:
+of whole bursts. First token: ms after the request. Token: ms between arrivals divided by the later one's tokens, once
+for each. Median / 99th percentile. same: texts that are as plain decoding wrote them."""
 
 
 @dataclass(slots=True)
 class Text:
-    """What one stream brought. `latencies`: between arrivals, divided by the later one's tokens, once for each."""
+    """What one stream brought. `latencies`: between arrivals, divided by the later one's tokens, once for each.
+
+    `arrivals`: seconds after the burst's begin, and how many tokens came then.
+    """
 
     token_ids: list[int] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
     first_token_s: float = 0.0
     latencies: list[float] = field(default_factory=list)
     drafted: int = 0
@@ -38,6 +43,16 @@ class Burst:
     texts: list[Text]
     seconds: float
 
+    @property
+    def full_s(self) -> float:
+        """Seconds until the first text was complete."""
+        return min(text.arrivals[-1][0] for text in self.texts)
+
+    @property
+    def full_tokens(self) -> int:
+        """The tokens of all streams until then."""
+        return sum(count for text in self.texts for at, count in text.arrivals if at <= self.full_s)
+
 
 # By number of streams and contestant.
 Measured = Mapping[int, Mapping[str, Sequence[Burst]]]
@@ -47,14 +62,16 @@ Measured = Mapping[int, Mapping[str, Sequence[Burst]]]
 class Summary:
     """One contestant at one number of streams; times in milliseconds, median and 99th percentile.
 
-    `times_one_stream` is the throughput over this contestant's own at the least number of streams, which is
-    `fewest_streams`. `same_texts` is the part of texts that are as those of plain decoding.
+    `times_plain_to_the_last` is of whole bursts, all else of the time until the first stream ends. `times_fewest` is the
+    throughput over this contestant's own at the least number of streams, which is `fewest_streams`. `same_texts` is
+    the part of texts that are as those of plain decoding.
     """
 
     name: str
     streams: int
     tokens_per_second: float
     times_plain: Ratio
+    times_plain_to_the_last: Ratio
     times_plain_all_cores: Ratio
     fewest_streams: int
     times_fewest: Ratio
@@ -80,6 +97,7 @@ def summarise(measured: Measured) -> list[Summary]:
                     streams=streams,
                     tokens_per_second=rate(speeds(own).sum(0)),
                     times_plain=ratio(speeds(own), plain),
+                    times_plain_to_the_last=ratio(whole_speeds(own), whole_speeds(bursts[PLAIN])),
                     times_plain_all_cores=ratio(speeds(own), all_cores),
                     fewest_streams=fewest,
                     times_fewest=ratio(speeds(own), speeds(measured[fewest][name])),
@@ -93,6 +111,11 @@ def summarise(measured: Measured) -> list[Summary]:
 
 
 def speeds(bursts: Sequence[Burst]) -> NDArray[np.float64]:
+    """[bursts, 2]: tokens and seconds until the first stream ends."""
+    return np.array([(burst.full_tokens, burst.full_s) for burst in bursts], float)
+
+
+def whole_speeds(bursts: Sequence[Burst]) -> NDArray[np.float64]:
     """[bursts, 2]: tokens and seconds."""
     return np.array([(sum(len(text.token_ids) for text in burst.texts), burst.seconds) for burst in bursts], float)
 
@@ -136,7 +159,16 @@ def slowest(summaries: Sequence[Summary]) -> tuple[float, Summary] | None:
 
 def table(summaries: Sequence[Summary]) -> Table:
     """One number of streams."""
-    columns = ("tokens/s", "against plain", "plain, all cores", "first token", "token", "accepted", "same")
+    columns = (
+        "tokens/s",
+        "against plain",
+        "to the last",
+        "plain, all cores",
+        "first token",
+        "token",
+        "accepted",
+        "same",
+    )
     count = summaries[0].streams
     made = Table(f"{count} stream{'s' if count > 1 else ''}", *columns, box=None)
     for one in summaries:
@@ -144,6 +176,7 @@ def table(summaries: Sequence[Summary]) -> Table:
             one.name,
             f"{one.tokens_per_second:.1f}",
             shown(one.times_plain),
+            shown(one.times_plain_to_the_last),
             shown(one.times_plain_all_cores),
             *(f"{median:.0f} / {high:.0f}" for median, high in (one.first_token_ms, one.inter_token_ms)),
             percent(one.acceptance),
@@ -160,6 +193,8 @@ def content(summaries: Sequence[Summary], measured: Measured) -> dict[str, Any]:
             name: [
                 {
                     "seconds": burst.seconds,
+                    "full_seconds": burst.full_s,
+                    "full_tokens": burst.full_tokens,
                     "tokens": sum(len(text.token_ids) for text in burst.texts),
                     "first_token_s": [text.first_token_s for text in burst.texts],
                 }

@@ -147,8 +147,8 @@ class TargetCosts:
         self.wire.add(max(0.0, elapsed - compute - queue))
         self.rows.add(rows)
 
-    def round(self, k: int, *, alone: bool = False) -> float:
-        """Expected seconds of a round of k draft tokens, if all sessions in the batch draft as many.
+    def round(self, k: float, *, alone: bool = False) -> float:
+        """Expected seconds of a round of k draft tokens, if all sessions in the batch draft as many on average.
 
         What one of many adds looks cheap beside the batch; if all of them draft for that, all of them wait. `alone`:
         while the draft does not work.

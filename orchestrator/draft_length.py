@@ -1,7 +1,7 @@
 """How many tokens to draft next, and what to do after a miss: what gives the most output per second, judging by the
 rounds so far."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -10,12 +10,13 @@ from orchestrator.costs import DraftCosts, Mean, TargetCosts
 
 # Of what is known of others, what a new sample starts with counts as this many rounds: texts differ more than rounds.
 CARRIED = 10.0
-# After this many rounds one round is of another kind than seems best; ever more rarely while that changes nothing.
+# After this many forwards one round is of another kind than seems best; ever more rarely while that changes nothing.
 PROBE_AFTER, PROBE_AFTER_MOST = 16, 256
 # Drafting rounds of the first sample before the plain round that they are compared with.
 FIRST_DRAFTS = 4
 # Rounds that a try of drafting may take: the draft may have to read the text first, and if it does well goes on.
-TRY_ROUNDS = 24
+# A verdict that was not foreseen counts as several, since the draft costs the others something even if it is not used.
+TRY_ROUNDS, MISS_ROUNDS = 24, 6
 # Drafting must promise so much more than plain decoding: a guess that is a little wrong must not make it slower.
 MARGIN = 1.05
 # Misses are never thought to be rarer than this, so that what follows them matters.
@@ -44,14 +45,16 @@ class Estimates:
     """By number of draft tokens, 0 included: seconds of a round and of the wait for a draft after a miss, how often the
     verdict is foreseen, and how many tokens are prepared then, on average, of that many asked for.
 
-    `plain` is the seconds of a round without draft tokens while the draft does not work.
+    `plain` is the seconds of a round without draft tokens while the draft does not work. If rounds are `shared`, all
+    sessions wait for the draft tokens of all: a round takes as long as one of the mean number.
     """
 
-    round: Sequence[float]
+    round: Callable[[float], float]
     wait: Sequence[float]
     hit: Sequence[float]
     ready: Sequence[float]
     plain: float
+    shared: bool = False
 
 
 def expected(rates: Sequence[float]) -> list[float]:
@@ -72,7 +75,11 @@ def goodput(accepted: Sequence[float], estimates: Estimates, choice: Choice) -> 
     hits, misses = estimates.hit[m], max(RARELY, 1 - between(estimates.hit, r))
     share = hits / (hits + misses)
     tokens = 1 + share * between(accepted, r) + (1 - share) * accepted[m]
-    return tokens / (share * between(estimates.round, r) + (1 - share) * (estimates.wait[m] + estimates.round[m]))
+    if estimates.shared:
+        seconds = estimates.round(share * r + (1 - share) * m)
+    else:
+        seconds = share * estimates.round(r) + (1 - share) * estimates.round(m)
+    return tokens / (seconds + (1 - share) * estimates.wait[m])
 
 
 def between(values: Sequence[float], x: float) -> float:
@@ -95,25 +102,25 @@ class Probing:
 
     patience: int = PROBE_AFTER
     rounds: int = 0
-    since: int = 0
+    since: float = 0.0
     tries: int = 0
     drafting: bool = True
     share: Mean = field(default_factory=Mean)
     quiet: int = 0
 
-    def due(self, best: Choice) -> bool:
-        """Count a round; whether the next one is to be of another kind."""
+    def due(self, best: Choice, rows: float) -> bool:
+        """Count a round of a forward over so many; whether the next one is to be of another kind."""
         self.share.add(best.k > 0)
         if self.share.value >= CLEAR if not self.drafting else self.share.value <= 1 - CLEAR:
             self.drafting, self.patience = not self.drafting, PROBE_AFTER
         self.rounds += 1
         self.quiet = max(0, self.quiet - 1)
-        self.since += 1
+        self.since += 1 / max(1.0, rows)
         if self.since < self.patience:
             return False
-        self.since = 0
+        self.since = 0.0
         self.tries += 1
-        self.patience = min(2 * self.patience, PROBE_AFTER_MOST)
+        self.patience = min(4 * self.patience, PROBE_AFTER_MOST)
         return True
 
 
@@ -181,6 +188,8 @@ class DraftLength:
     def foreseen(self, drafted: int, hit: bool) -> None:
         """Learn whether the verdict on a round that was announced to the draft was foreseen in time."""
         self._shared.draft.add_hit(drafted, hit)
+        if not hit:
+            self._trying = max(0, self._trying - MISS_ROUNDS)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Learn from a verdict, and choose anew."""
@@ -190,7 +199,7 @@ class DraftLength:
             return
         self._best = self._choose()
         self._trying = max(0, self._trying - 1) if drafted == 0 or self._paid(drafted, accepted) else 0
-        due = self._shared.probing.due(self._best)
+        due = self._shared.probing.due(self._best, self._shared.target.rows.value)
         if self._best.k > 0:
             # What other lengths cost is not seen in any other way, nor how fast the target is without the draft.
             probing = self._shared.probing
@@ -235,17 +244,19 @@ class DraftLength:
 
     def _estimates(self) -> Estimates:
         numbers, target, draft = range(self._limit + 1), self._shared.target, self._shared.draft
-        rounds, plain = [target.round(k) for k in numbers], target.round(0, alone=True)
+        plain, shared = target.round(0, alone=True), target.is_shared
         if self._shared.turns:
-            return Estimates(rounds, [draft.wait.at(k) for k in numbers], [0.0] * len(numbers), numbers, plain)
+            waits = [draft.wait.at(k) for k in numbers]
+            return Estimates(target.round, waits, [0.0] * len(numbers), numbers, plain, shared)
         # Others do not wait along: their forward has begun when the draft comes.
-        least = rounds[0] if target.is_shared else 0.0
+        least = target.round(0) if shared else 0.0
         return Estimates(
-            rounds,
+            target.round,
             [max(draft.wait.at(k), least if k > 0 else 0.0) for k in numbers],
             [draft.hit_rate(k) for k in numbers],
             [draft.ready(k) for k in numbers],
             plain,
+            shared,
         )
 
     def _expected(self) -> list[float]:

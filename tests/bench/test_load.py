@@ -56,7 +56,8 @@ def test_a_useless_draft_has_the_shape_of_the_good_one_and_other_weights(
 
 def test_throughput_is_of_all_streams_and_latency_of_each() -> None:
     def burst(streams: int, seconds: float) -> Burst:
-        return Burst([Text([1, 2, 3], 0.1, [seconds / 2] * 2) for _ in range(streams)], seconds)
+        arrivals = [(0.1, 1), (seconds / 2, 1), (seconds, 1)]
+        return Burst([Text([1, 2, 3], arrivals, 0.1, [seconds / 2] * 2) for _ in range(streams)], seconds)
 
     measured = {
         streams: {PLAIN: [burst(streams, 2)] * 2, PLAIN_ALL_CORES: [burst(streams, 1)] * 2} for streams in (1, 4)
@@ -67,3 +68,10 @@ def test_throughput_is_of_all_streams_and_latency_of_each() -> None:
     assert plain.times_fewest.value == pytest.approx(4)
     assert plain.first_token_ms[0] == pytest.approx(100)
     assert (plain.inter_token_ms[0], all_cores.inter_token_ms[0]) == (pytest.approx(1000), pytest.approx(500))
+
+
+def test_throughput_is_counted_until_the_first_stream_ends() -> None:
+    quick = Text([1, 2, 3, 4], [(0.5, 2), (1.0, 2)])
+    slow = Text([5, 6, 7, 8], [(0.9, 1), (1.5, 1), (4.0, 2)])
+    burst = Burst([quick, slow], 4.0)
+    assert (burst.full_s, burst.full_tokens) == (1.0, 5)

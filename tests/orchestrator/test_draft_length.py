@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle, pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from orchestrator.draft_length import (
     DraftLength,
     Estimates,
     Shared,
+    between,
     choices,
     expected,
     goodput,
@@ -77,7 +79,7 @@ def test_predicted_acceptance_falls_with_k(rates: list[float]) -> None:
 
 
 def test_goodput_of_turns_is_the_closed_form() -> None:
-    never = Estimates(round=[1.0, 1.1, 1.2], wait=[0.0, 0.1, 0.2], hit=[0.0] * 3, ready=[0, 1, 2], plain=0.5)
+    never = Estimates(round=lambda k: 1 + 0.1 * k, wait=[0.0, 0.1, 0.2], hit=[0.0] * 3, ready=[0, 1, 2], plain=0.5)
     assert goodput(expected([0.8, 0.5]), never, Choice(2, 2)) == pytest.approx((1 + 0.8 + 0.4) / (1.2 + 0.2))
     assert goodput(expected([0.8, 0.5]), never, PLAIN) == pytest.approx(1 / 0.5)
 
@@ -89,14 +91,15 @@ def test_goodput_of_overlap_is_what_a_simulation_gives(seed: int, k: int, m: int
     hit = [rng.uniform(0.2, 0.8) for _ in range(4)]
     # Else half of the prepared answers of k tokens lack the last one when the verdict comes.
     ready = range(4) if in_time else [max(0.0, k - 0.5) for k in range(4)]
-    estimates = Estimates([1.0, 1.3, 1.4, 1.6], [0.0, 0.2, 0.5, 0.6], hit, ready, plain=0.9)
+    rounds = [1.0, 1.3, 1.4, 1.6]
+    estimates = Estimates(partial(between, rounds), [0.0, 0.2, 0.5, 0.6], hit, ready, plain=0.9)
     r = [k, k] if in_time else [k - 1, k]
     # The expectation over many rounds, followed exactly: the probability that a round comes after a hit.
     after_hit, tokens, seconds = 0.0, 0.0, 0.0
     for _ in range(3000):
         tokens += 1 + after_hit * sum(accepted[n] for n in r) / 2 + (1 - after_hit) * accepted[m]
-        seconds += after_hit * sum(estimates.round[n] for n in r) / 2
-        seconds += (1 - after_hit) * (estimates.wait[m] + estimates.round[m])
+        seconds += after_hit * sum(rounds[n] for n in r) / 2
+        seconds += (1 - after_hit) * (estimates.wait[m] + rounds[m])
         after_hit = after_hit * sum(hit[n] for n in r) / 2 + (1 - after_hit) * hit[m]
     assert goodput(accepted, estimates, Choice(k, m)) == pytest.approx(tokens / seconds, rel=2e-3)
 
