@@ -62,9 +62,9 @@ Measured = Mapping[int, Mapping[str, Sequence[Burst]]]
 class Summary:
     """One contestant at one number of streams; times in milliseconds, median and 99th percentile.
 
-    `times_plain_to_the_last` is of whole bursts, all else of the time until the first stream ends. `times_fewest` is the
-    throughput over this contestant's own at the least number of streams, which is `fewest_streams`. `same_texts` is
-    the part of texts that are as those of plain decoding.
+    `times_plain_to_the_last` is of whole bursts, all else of the time until the first stream ends. `times_fewest` is
+    the throughput over this contestant's own at the least number of streams, which is `fewest_streams`. `same_texts`
+    is the part of texts that are as those of plain decoding.
     """
 
     name: str
