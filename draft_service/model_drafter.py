@@ -17,8 +17,6 @@ from foredraft.engine.engine import Engine, Row
 
 logger = logging.getLogger(__name__)
 
-# On a CPU the time of a pass grows with its rows: all sessions share so many branches, but have at least FEWEST each.
-BRANCHES_ON_CPU, FEWEST = 64, 4
 # After this many passes over proposals while a new text waits, a part of that is read: load must not starve it.
 PATIENCE = 8
 
@@ -34,10 +32,7 @@ class Job:
 
 
 class ModelDrafter:
-    """Owns the engine. Each session prepares up to `branches` verdicts; `prefill_chunk` tokens are read in a pass.
-
-    On a CPU sessions prepare for fewer verdicts when they are many.
-    """
+    """Owns the engine. Each session prepares up to `branches` verdicts; `prefill_chunk` tokens are read in a pass."""
 
     def __init__(self, engine: Engine, *, vocabulary_size: int, branches: int, prefill_chunk: int) -> None:
         self.counters = Counters()
@@ -62,10 +57,6 @@ class ModelDrafter:
     def step(self) -> bool:
         """See Drafter."""
         self._sessions = [session for session in self._sessions if not session.closed]
-        if self._engine.device.type == "cpu" and self._sessions:
-            share = max(FEWEST, BRANCHES_ON_CPU // len(self._sessions))
-            for session in self._sessions:
-                session.branches = min(self._branches, share)
         reading = [session for session in self._sessions if self._must_read(session)]
         proposing = [session for session in self._sessions if session.request is not None and session not in reading]
         if reading and (not proposing or self._waited >= PATIENCE):
