@@ -151,11 +151,15 @@ class Client:
         commit = draft_pb2.Commit(base=base, token_ids=tokens, max_tokens=k)
         await self.call.write(draft_pb2.DraftRequest(commit=commit))
 
-    async def verifying(self, tokens: Sequence[int], k: int, base: int | None = None) -> None:
+    async def verifying(
+        self, tokens: Sequence[int], k: int, base: int | None = None, commit: draft_pb2.Commit | None = None
+    ) -> None:
         self._round_id += 1
         self.prepared.clear()
+        if commit is not None:
+            self.text = [*self.text[: commit.base], *commit.token_ids]
         base = len(self.text) if base is None else base
-        round_ = draft_pb2.Verifying(round_id=self._round_id, base=base, token_ids=tokens, max_tokens=k)
+        round_ = draft_pb2.Verifying(round_id=self._round_id, base=base, token_ids=tokens, max_tokens=k, commit=commit)
         await self.call.write(draft_pb2.DraftRequest(verifying=round_))
 
     async def receive(self) -> draft_pb2.DraftResponse:

@@ -56,6 +56,17 @@ async def test_proposals_and_prepared_answers_are_what_the_draft_model_samples(
             assert prepared.token_ids == draft.draft(opened, verdict, 3)[0]
 
 
+async def test_what_became_final_may_come_with_what_is_verified(service: Service, draft: Reference) -> None:
+    async with session(service, COUPLED) as client:
+        proposal = await client.propose([60], 4)
+        commit = draft_pb2.Commit(base=len(client.text), token_ids=[*proposal[:2], 61])
+        await client.verifying([62], 3, commit=commit)
+        (prepared, *_) = await client.wait_prepared(2)
+        verdict = [*client.text, *[62][: prepared.accepted], prepared.next_token]
+        assert client.text[-1] == 61
+        assert prepared.token_ids == draft.draft(opening(COUPLED), verdict, 3)[0]
+
+
 async def test_q_goes_with_every_draft_token_of_rejection_sampling_and_with_no_other(
     service: Service, draft: Reference
 ) -> None:
@@ -244,6 +255,16 @@ async def test_a_drafter_that_is_not_there_is_refused(ngrams: Service, drafter: 
         (lambda client: client.commit([320], 1), Status.INVALID_ARGUMENT, "commit.token_ids[0]"),
         (lambda client: client.commit([60], 65), Status.INVALID_ARGUMENT, "commit.max_tokens"),
         (lambda client: client.verifying([320], 1), Status.INVALID_ARGUMENT, "verifying.token_ids[0]"),
+        (
+            lambda client: client.verifying([], 1, commit=draft_pb2.Commit(base=2, token_ids=[320])),
+            Status.INVALID_ARGUMENT,
+            "verifying.commit.token_ids[0]",
+        ),
+        (
+            lambda client: client.verifying([], 1, commit=draft_pb2.Commit(base=2, token_ids=[60], max_tokens=1)),
+            Status.INVALID_ARGUMENT,
+            "verifying.commit.max_tokens",
+        ),
         (lambda client: client.verifying([60] * 65, 1), Status.INVALID_ARGUMENT, "verifying.token_ids"),
         (lambda client: client.call.done_writing(), Status.CANCELLED, "without a close message"),
     ],
