@@ -237,7 +237,7 @@ def top(
     draft_metrics: Annotated[str | None, address("draft_metrics_listen")] = None,
     config: Config = None,
 ) -> None:
-    """Show sessions, acceptance, throughput and idle time of running services, until Ctrl-C."""
+    """Show sessions, acceptance, throughput and idle time of running services: until Ctrl-C, or once if piped."""
     options = collect({}, config)
     given = {
         "target": target_metrics or options.get("target_metrics_listen"),
@@ -247,12 +247,24 @@ def top(
     endpoints = {name: Endpoint(where) for name, where in given.items() if where is not None}
     if not endpoints:
         raise ConfigError("give --metrics, --target-metrics or --draft-metrics, as `foredraft up` prints them")
+    console = Console()
     try:
-        with Live(console=Console(), auto_refresh=False, screen=True) as live:
+        if not console.is_terminal:
+            scrape(endpoints)
+            time.sleep(INTERVAL_S)
+            scrape(endpoints)
+            console.print(render(endpoints))
+            return
+        with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
-                for endpoint in endpoints.values():
-                    endpoint.scrape()
+                scrape(endpoints)
                 live.update(render(endpoints), refresh=True)
                 time.sleep(INTERVAL_S)
     except KeyboardInterrupt:
         pass
+
+
+def scrape(endpoints: Mapping[str, Endpoint]) -> None:
+    """Ask all for their metrics."""
+    for endpoint in endpoints.values():
+        endpoint.scrape()

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from draft_service.metrics import DraftMetrics
 from foredraft.cli import app
+from foredraft.cli import top as module
 from foredraft.cli.top import Endpoint, render
 from foredraft.cli.up import METRICS, Stack
 from foredraft.v1.generation_pb2 import SpeculationStatistics
@@ -138,6 +139,13 @@ def test_what_is_no_address_is_named(address: str) -> None:
     endpoint = Endpoint(address)
     endpoint.scrape()
     assert address in text({"target": endpoint})
+
+
+def test_into_a_pipe_it_shows_what_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INTERVAL_S", 0.01)
+    result = CliRunner().invoke(app, ["top", "--metrics", "127.0.0.1:1"])
+    assert result.exit_code == 0
+    assert "no answer from 127.0.0.1:1" in result.output
 
 
 def test_without_addresses_it_says_which_are_missing() -> None:
