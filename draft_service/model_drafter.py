@@ -17,6 +17,8 @@ from foredraft.engine.engine import Engine, Row
 
 logger = logging.getLogger(__name__)
 
+# What a pass costs beside the model grows with its rows: sessions share so many branches, but each has at least FEWEST.
+BRANCHES, FEWEST = 128, 2
 # After this many passes over proposals while a new text waits, a part of that is read: load must not starve it.
 PATIENCE = 8
 
@@ -32,7 +34,9 @@ class Job:
 
 
 class ModelDrafter:
-    """Owns the engine. Each session prepares up to `branches` verdicts; `prefill_chunk` tokens are read in a pass."""
+    """Owns the engine. Each session prepares up to `branches` verdicts, and fewer while there are many sessions.
+    `prefill_chunk` tokens are read in a pass.
+    """
 
     def __init__(self, engine: Engine, *, vocabulary_size: int, branches: int, prefill_chunk: int) -> None:
         self.counters = Counters()
@@ -57,6 +61,8 @@ class ModelDrafter:
     def step(self) -> bool:
         """See Drafter."""
         self._sessions = [session for session in self._sessions if not session.closed]
+        for session in self._sessions:
+            session.branches = min(self._branches, max(FEWEST, BRANCHES // len(self._sessions)))
         reading = [session for session in self._sessions if self._must_read(session)]
         proposing = [session for session in self._sessions if session.request is not None and session not in reading]
         if reading and (not proposing or self._waited >= PATIENCE):

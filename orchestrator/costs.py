@@ -119,9 +119,10 @@ class Rate:
 class TargetCosts:
     """Seconds of the target's rounds, of all samples: a forward's by its tokens, and what comes on top.
 
-    Forwards may be slower while the draft works too, as on the cores of one machine; those `alone` are kept apart.
-    `queue` is the wait for the forward in flight, as a part of a forward; `rows` are the sessions in a forward.
-    `drafting_at` is when last the draft was given work, on time.perf_counter.
+    While the draft works, forwards may be slower, as on the cores of one machine, and sessions come back one by one, so
+    that they fall into several forwards; rounds `alone`, without the draft, are kept apart. `queue` is the wait for the
+    forward in flight, as a part of a forward, of the others; `sessions` is how many there are in all. `drafting_at` is
+    when last the draft was given work, on time.perf_counter.
     """
 
     forward: Curve = field(default_factory=Curve)
@@ -129,7 +130,7 @@ class TargetCosts:
     drafting_at: float = -math.inf
     queue: Mean = field(default_factory=Mean)
     wire: Mean = field(default_factory=Mean)
-    rows: Mean = field(default_factory=lambda: Mean(1.0))
+    sessions: Mean = field(default_factory=lambda: Mean(1.0))
 
     def drafting(self) -> None:
         """Note that the draft is given work now."""
@@ -143,9 +144,12 @@ class TargetCosts:
     def add(self, *, rows: int, tokens: int, compute: float, queue: float, elapsed: float, alone: bool = False) -> None:
         """Learn from a round that shared its forward of so many tokens with so many rows; times in seconds."""
         (self.alone if alone else self.forward).add(tokens, compute)
-        self.queue.add(queue / compute if compute > 0 else 0.0)
+        waited = min(1.0, queue / compute) if compute > 0 else 0.0
+        if not alone:
+            self.queue.add(waited)
         self.wire.add(max(0.0, elapsed - compute - queue))
-        self.rows.add(rows)
+        # Those whose round waits for another forward are in none now (Little's law).
+        self.sessions.add(rows * (1 + waited))
 
     def round(self, k: float, *, alone: bool = False) -> float:
         """Expected seconds of a round of k draft tokens, if all sessions in the batch draft as many on average.
@@ -153,19 +157,20 @@ class TargetCosts:
         What one of many adds looks cheap beside the batch; if all of them draft for that, all of them wait. `alone`:
         while the draft does not work.
         """
-        tokens = self.rows.value * (1 + k)
+        waits = 1.0 if alone else 1 + self.queue.value
+        tokens = self.sessions.value / waits * (1 + k)
         first, second = (self.alone, self.forward) if alone else (self.forward, self.alone)
-        seconds = self.wire.value + (1 + self.queue.value) * first.at(tokens, second.at(tokens))
+        seconds = self.wire.value + waits * first.at(tokens, second.at(tokens))
         return max(seconds, 1e-9)  # A target may tell no times.
 
     @property
     def is_shared(self) -> bool:
         """Whether forwards are over several sessions."""
-        return self.rows.value > 1.5
+        return self.sessions.value > 1.5
 
     def knows(self, k: int) -> bool:
         """Whether a forward as small as that of a round of k draft tokens was measured."""
-        return min(self.forward.least, self.alone.least) < self.rows.value * (1.5 + k)
+        return min(self.forward.least, self.alone.least) < self.sessions.value * (1.5 + k)
 
 
 class DraftCosts:

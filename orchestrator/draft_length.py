@@ -108,14 +108,14 @@ class Probing:
     share: Mean = field(default_factory=Mean)
     quiet: int = 0
 
-    def due(self, best: Choice, rows: float) -> bool:
-        """Count a round of a forward over so many; whether the next one is to be of another kind."""
+    def due(self, best: Choice, sessions: float) -> bool:
+        """Count a round of one of so many sessions; whether the next one is to be of another kind."""
         self.share.add(best.k > 0)
         if self.share.value >= CLEAR if not self.drafting else self.share.value <= 1 - CLEAR:
             self.drafting, self.patience = not self.drafting, PROBE_AFTER
         self.rounds += 1
         self.quiet = max(0, self.quiet - 1)
-        self.since += 1 / max(1.0, rows)
+        self.since += 1 / max(1.0, sessions)
         if self.since < self.patience:
             return False
         self.since = 0.0
@@ -199,12 +199,12 @@ class DraftLength:
             return
         self._best = self._choose()
         self._trying = max(0, self._trying - 1) if drafted == 0 or self._paid(drafted, accepted) else 0
-        due = self._shared.probing.due(self._best, self._shared.target.rows.value)
+        due = self._shared.probing.due(self._best, self._shared.target.sessions.value)
         if self._best.k > 0:
             # What other lengths cost is not seen in any other way, nor how fast the target is without the draft.
             probing = self._shared.probing
             if due and probing.tries % 2:
-                probing.quiet = round(QUIET * self._shared.target.rows.value)
+                probing.quiet = round(QUIET * self._shared.target.sessions.value)
             quiet = probing.quiet > 0
             self._next = PLAIN if quiet else self._longest() if due else self._best
             return

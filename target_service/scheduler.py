@@ -25,9 +25,9 @@ from foredraft.sampling.warpers import warp
 from foredraft.serving.errors import RequestError
 from target_service.session import Limits, Session, Timing, Verdict, finish
 
-# Few rounds wait for more sessions that the last forward answered and that commonly come back within this part of it;
-# at least half as many as there are sessions wait for less. At most so many seconds, looking every POLL_S.
-GATHER_FEW, GATHER_MANY, GATHER_MOST_S, POLL_S = 0.2, 0.05, 0.02, 0.0002
+# Rounds wait for sessions that were answered by the last forward and commonly come back within this part of it, for at
+# most so many seconds, looking every POLL_S.
+GATHER, GATHER_MOST_S, POLL_S = 0.15, 0.02, 0.0002
 
 Reply = Callable[[Verdict | RequestError], object]
 
@@ -193,11 +193,8 @@ class Scheduler:
 
         Else they fall into groups whose forwards alternate, and every round waits for those of the others.
         """
-        while self._jobs:
-            part = GATHER_FEW if 2 * len(self._jobs) < len(self._slots) else GATHER_MANY
-            most = min(part * self._forward_s, GATHER_MOST_S)
-            if time.perf_counter() >= self._answered_at + most or not self._is_any_due(most):
-                return
+        most = min(GATHER * self._forward_s, GATHER_MOST_S)
+        while self._jobs and self._is_any_due(most) and time.perf_counter() < self._answered_at + most:
             time.sleep(POLL_S)
             self._take_inbox()
 
