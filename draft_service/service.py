@@ -60,7 +60,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         try:
             while True:
                 try:
-                    async with asyncio.timeout(self._idle_timeout_s):
+                    async with asyncio.timeout(stream.heard + self._idle_timeout_s - time.perf_counter()):
                         event = await stream.events.get()
                 except TimeoutError:
                     if time.perf_counter() - stream.heard < self._idle_timeout_s:

@@ -233,11 +233,13 @@ class Decoder:
         k = sample.length.after_miss(sample.wanted)
         if k == 0:  # Learnt from the verdict itself.
             return NOTHING
-        self._costs.drafting()
+        if sample.request.mode == generation_pb2.MODE_OVERLAPPED:
+            self._costs.drafting()
         timeout, asked = self._settings.draft_timeout_s, time.perf_counter()
         fresh = await draft.propose(sample.text, k, timeout)
         waited = time.perf_counter() - asked
-        sample.length.waited(k, waited)
+        if draft.failure is None:
+            sample.length.waited(k, waited)
         sample.seconds["draft_wait_time"] += waited
         if fresh is None:
             if draft.failure is None:
@@ -307,6 +309,7 @@ class Decoder:
 
     async def _close_draft(self, sample: SampleState, draft: DraftSession) -> None:
         sample.statistics.prepared_tokens += draft.prepared_tokens
+        draft.prepared_tokens = 0  # This may be called again if it is cancelled.
         replica, sample.draft_replica = sample.draft_replica, None
         if replica is not None:
             replica.sessions -= 1

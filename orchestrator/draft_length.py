@@ -3,6 +3,7 @@ rounds so far."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from operator import mul
 
@@ -218,7 +219,8 @@ class DraftLength:
         """Whether a round that accepted so many tokens was faster than plain rounds."""
         target, draft = self._shared.target, self._shared.draft
         missed = 1.0 if self._shared.turns else 1 - draft.hit_rate(drafted)
-        return (1 + accepted) * target.round(0) > target.round(drafted) + missed * draft.wait.at(drafted)
+        took = target.round(drafted, alone=self._shared.turns) + missed * draft.wait.at(drafted)
+        return (1 + accepted) * target.round(0, alone=True) > took
 
     def _allowed(self) -> list[int]:
         """The k above 0 that keep the target accept rate."""
@@ -228,6 +230,7 @@ class DraftLength:
     def _choose(self) -> Choice:
         allowed = self._allowed()
         if not allowed:
+            self._promising = self._longest()
             return PLAIN
         if not self._shared.target.knows(0):  # Nothing to compare with yet: a few drafts, then a plain round.
             self._promising = self._longest()
@@ -247,7 +250,7 @@ class DraftLength:
         plain, shared = target.round(0, alone=True), target.is_shared
         if self._shared.turns:
             waits = [draft.wait.at(k) for k in numbers]
-            return Estimates(target.round, waits, [0.0] * len(numbers), numbers, plain, shared)
+            return Estimates(partial(target.round, alone=True), waits, [0.0] * len(numbers), numbers, plain, shared)
         # Others do not wait along: their forward has begun when the draft comes.
         least = target.round(0) if shared else 0.0
         return Estimates(

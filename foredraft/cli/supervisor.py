@@ -86,11 +86,12 @@ class Supervisor:
             # Ctrl-C reaches a whole process group; the children are to be stopped in order instead.
             start_new_session=True,
         )
+        self._running.append((child, process, asyncio.create_task(self._run(child, process))))
         if child.cores is not None and sys.platform == "linux":
             os.sched_setaffinity(process.pid, child.cores)
         if child.yields and sys.platform != "win32":
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
-        self._running.append((child, process, asyncio.create_task(self._run(child, process))))
+            # Who has less already may not take more again.
+            os.setpriority(os.PRIO_PROCESS, process.pid, max(NICE, os.getpriority(os.PRIO_PROCESS, process.pid)))
 
     async def wait_healthy(self, *children: Child, timeout_s: float = 3600.0) -> None:
         """Return when all these serve. Raises ChildError as soon as any process has ended, or after the timeout."""

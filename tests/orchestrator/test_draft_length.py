@@ -46,7 +46,8 @@ def run(
         if not hit and k:
             length.waited(k, wait(k))
         tokens = rows * (1 + k)
-        common.target.add(rows=rows, tokens=tokens, compute=forward(tokens), queue=0.0, elapsed=forward(tokens))
+        seconds = forward(tokens)
+        common.target.add(rows=rows, tokens=tokens, compute=seconds, queue=0.0, elapsed=seconds, alone=common.turns)
         drafted = k
         length.observe(drafted, takes(drafted))
         hit = not common.turns and length.prepare(1000) > 0 and foreseen(drafted)
@@ -247,3 +248,29 @@ def test_plain_rounds_are_tried_without_the_draft_now_and_then() -> None:
         length.foreseen(k, True)
         quiet += length.prepare(100) == 0
     assert 4 <= quiet < 60
+
+
+@pytest.mark.parametrize(("rate", "wait", "best"), [(0.6, 0.0005, {1}), (0.9, 0.004, {2, 3, 4})])
+def test_in_turns_the_length_is_chosen_by_what_each_costs(rate: float, wait: float, best: set[int]) -> None:
+    rng = random.Random(1)
+    common = shared(turns=True)
+    # What overlapped samples saw of the same target must not matter.
+    common.target.add(rows=1, tokens=9, compute=0.5, queue=0.0, elapsed=0.5)
+
+    def takes(k: int) -> int:
+        return next((i for i in range(k) if rng.random() > rate), k)
+
+    length = DraftLength(limit=8, shared=common)
+    chosen = run(length, common, rounds=3000, forward=lambda n: 0.02 + 0.01 * n, takes=takes, wait=lambda k: wait * k)[
+        1000:
+    ]
+    assert sum(k in best for k in chosen) > 0.8 * len(chosen)
+
+
+def test_tries_in_a_batch_keep_to_the_target_accept_rate() -> None:
+    common = shared()
+    chosen: list[int] = []
+    for _ in range(60):
+        length = DraftLength(limit=8, shared=common, target_accept_rate=0.6)
+        chosen += run(length, common, rounds=30, forward=cheap, takes=lambda k: 0, foreseen=lambda k: True, rows=4)
+    assert set(chosen[600:]) == {0, 1}
