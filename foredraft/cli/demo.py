@@ -1,6 +1,7 @@
 """`foredraft demo`: the same answers with and without speculation, from a small model that is fetched once."""
 
 import asyncio
+import shlex
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -82,7 +83,11 @@ def demo(
     except (DefaultModelError, ChildError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    raise typer.Exit(report(requests, runs, console))
+    same = report(requests, runs, console)
+    models = {"--model": options["model"], "--draft-model": options.get("draft_model", "")}
+    flags = " ".join(f"{flag} {shlex.quote(path)}" for flag, path in models.items() if path)
+    console.print(f"\nTo serve what this ran: foredraft up {flags}")
+    raise typer.Exit(same)
 
 
 def draft_options(draft: str, model: Path) -> dict[str, Any]:
