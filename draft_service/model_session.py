@@ -83,12 +83,11 @@ class ModelSession:
         self._drop_tree()
         limit = min(max_tokens, self.room(base + 1), self.engine.tree_size)
         fits = base + len(token_ids) <= self.engine.max_model_len
+        self.preparation = None
         if limit > 0 and fits:
             self.preparation = Preparation(self, round_id, token_ids, limit, min_tokens or limit)
-        else:
-            self.preparation = None
-        if self.preparation is not None and self.request is None:
-            self.preparation.begin()
+            if self.request is None:
+                self.preparation.begin()
 
     def close(self) -> None:
         """See DraftSession."""

@@ -222,27 +222,26 @@ class DraftLength:
         took = target.round(drafted, alone=self._shared.turns) + missed * draft.wait.at(drafted)
         return (1 + accepted) * target.round(0, alone=True) > took
 
-    def _allowed(self) -> list[int]:
-        """The k above 0 that keep the target accept rate."""
-        least, accepted = self._target_accept_rate or 0, self._expected()
+    def _allowed(self, accepted: Sequence[float]) -> list[int]:
+        """The k above 0 that keep the target accept rate, given what is `expected` to be accepted."""
+        least = self._target_accept_rate or 0
         return [k for k in range(1, self._limit + 1) if accepted[k] / k >= least]
 
     def _choose(self) -> Choice:
-        allowed = self._allowed()
-        if not allowed:
+        accepted = self._expected()
+        allowed = self._allowed(accepted)
+        if not allowed or not self._shared.target.knows(0):
+            # While there is nothing to compare with: a few drafts, then a plain round.
             self._promising = self._longest()
-            return PLAIN
-        if not self._shared.target.knows(0):  # Nothing to compare with yet: a few drafts, then a plain round.
-            self._promising = self._longest()
-            return PLAIN if self._shared.probing.rounds >= FIRST_DRAFTS else self._promising
-        accepted, estimates = self._expected(), self._estimates()
+            return self._promising if allowed and self._shared.probing.rounds < FIRST_DRAFTS else PLAIN
+        estimates = self._estimates()
         possible = [c for c in choices(max(allowed), turns=self._shared.turns) if c.k in allowed]
         self._promising = max(possible, key=lambda choice: goodput(accepted, estimates, choice))
         gain = goodput(accepted, estimates, self._promising) / goodput(accepted, estimates, PLAIN)
         return self._promising if gain >= MARGIN else PLAIN
 
     def _longest(self) -> Choice:
-        k = max(self._allowed(), default=min(1, self._limit))
+        k = max(self._allowed(self._expected()), default=min(1, self._limit))
         return Choice(k, k)
 
     def _estimates(self) -> Estimates:
