@@ -57,11 +57,11 @@ def _continuation(continuation: Continuation) -> draft_pb2.Continuation:
 
 
 def sparse_distributions(q: SparseQ | None) -> common_pb2.SparseDistributions | None:
-    """Packed little-endian."""
+    """Packed little-endian. `q` is on the CPU: this runs in the event loop, which must not wait for a device."""
     if q is None:
         return None
     return common_pb2.SparseDistributions(
         support=q.token_ids.shape[1],
-        token_ids=q.token_ids.cpu().numpy().astype("<u4").tobytes(),
-        probabilities=q.probabilities.cpu().numpy().astype("<f4").tobytes(),
+        token_ids=q.token_ids.numpy().astype("<u4").tobytes(),
+        probabilities=q.probabilities.numpy().astype("<f4").tobytes(),
     )

@@ -211,9 +211,11 @@ class DraftLength:
             return
         if due:
             self._trying = TRY_ROUNDS
-        # All sessions of a batch wait for the draft tokens of one.
-        trial = self._promising if self._shared.target.is_shared else self._longest()
-        self._next = trial if self._trying > 0 else PLAIN
+        if self._trying == 0:
+            self._next = PLAIN
+        else:
+            # All sessions of a batch wait for the draft tokens of one.
+            self._next = self._promising if self._shared.target.is_shared else self._longest()
 
     def _paid(self, drafted: int, accepted: int) -> bool:
         """Whether a round that accepted so many tokens was faster than plain rounds."""
