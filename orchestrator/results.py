@@ -65,6 +65,7 @@ class Statistics:
     misses_all_accepted: int
     late_hits: int
     draft_time: float
+    failovers: int
 
 
 @dataclass(slots=True)

@@ -26,17 +26,17 @@ from foredraft.v1 import common_pb2 as foredraft_dot_v1_dot_common__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66oredraft/v1/generation.proto\x12\x0c\x66oredraft.v1\x1a\x19\x66oredraft/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.foredraft.v1.ChatMessage\"\xb7\x01\n\x0bSpeculation\x12 \n\x04mode\x18\x01 \x01(\x0e\x32\x12.foredraft.v1.Mode\x12&\n\x07\x64rafter\x18\x02 \x01(\x0e\x32\x15.foredraft.v1.Drafter\x12\x19\n\x0c\x64raft_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10max_draft_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_draft_tokensB\x13\n\x11_max_draft_tokens\"\x8a\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.foredraft.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x12.foredraft.v1.ChatH\x00\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.foredraft.v1.Sampling\x12\x14\n\x0cstop_strings\x18\x06 \x03(\t\x12\x1b\n\x13include_stop_string\x18\x07 \x01(\x08\x12\x19\n\x0csample_count\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\t \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x13keep_special_tokens\x18\n \x01(\x08\x12.\n\x0bspeculation\x18\x0b \x01(\x0b\x32\x19.foredraft.v1.SpeculationB\x08\n\x06promptB\x0f\n\r_sample_countB\x0b\n\t_logprobs\"G\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x1a\n\x12prompt_token_count\x18\x03 \x01(\r\"~\n\x05\x43hunk\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x04 \x03(\x08\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.foredraft.v1.TokenLogprobs\"\xf4\x01\n\tCompleted\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x31\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1a.foredraft.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\"\n\x05usage\x18\x05 \x01(\x0b\x32\x13.foredraft.v1.Usage\x12\x37\n\nstatistics\x18\x06 \x01(\x0b\x32#.foredraft.v1.SpeculationStatisticsB\x10\n\x0e_stop_token_id\"C\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1e\n\x16\x63ompletion_token_count\x18\x02 \x01(\r\"\x9c\x06\n\x15SpeculationStatistics\x12 \n\x04mode\x18\x01 \x01(\x0e\x32\x12.foredraft.v1.Mode\x12\x36\n\x0freproducibility\x18\x02 \x01(\x0e\x32\x1d.foredraft.v1.Reproducibility\x12\x0e\n\x06rounds\x18\x03 \x01(\r\x12\x14\n\x0cplain_rounds\x18\x04 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x05 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x1c\n\x14\x64rafted_per_position\x18\x07 \x03(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x08 \x03(\r\x12\x1c\n\x14mean_accepted_length\x18\t \x01(\x01\x12\x0c\n\x04hits\x18\n \x01(\r\x12\x0e\n\x06misses\x18\x0b \x01(\r\x12\x17\n\x0fprepared_tokens\x18\x0c \x01(\r\x12\x13\n\x0bused_tokens\x18\r \x01(\r\x12\x36\n\x13time_to_first_token\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0btarget_time\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nqueue_time\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64raft_wait_time\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\twire_time\x18\x13 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x64\x65graded_reason\x18\x14 \x01(\t\x12\x19\n\x11hits_all_accepted\x18\x15 \x01(\r\x12\x1b\n\x13misses_all_accepted\x18\x16 \x01(\r\x12\x11\n\tlate_hits\x18\x17 \x01(\r\x12-\n\ndraft_time\x18\x18 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9f\x01\n\x16GenerateStreamResponse\x12(\n\x07started\x18\x01 \x01(\x0b\x32\x15.foredraft.v1.StartedH\x00\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.foredraft.v1.ChunkH\x00\x12,\n\tcompleted\x18\x03 \x01(\x0b\x32\x17.foredraft.v1.CompletedH\x00\x42\x07\n\x05\x65vent\"\x99\x01\n\nCompletion\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x03 \x03(\x08\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.foredraft.v1.TokenLogprobs\x12*\n\tcompleted\x18\x05 \x01(\x0b\x32\x17.foredraft.v1.Completed\"c\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12-\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32\x18.foredraft.v1.Completion\"O\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.foredraft.v1.ChatH\x00\x42\x08\n\x06prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\"\n GenerationServiceGetModelRequest\"\xae\x02\n!GenerationServiceGetModelResponse\x12#\n\x06target\x18\x01 \x01(\x0b\x32\x13.foredraft.v1.Model\x12\"\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x13.foredraft.v1.Model\x12\'\n\x08\x64rafters\x18\x03 \x03(\x0e\x32\x15.foredraft.v1.Drafter\x12\x17\n\x0f\x64\x65graded_reason\x18\x04 \x01(\t\x12(\n\x0c\x64\x65\x66\x61ult_mode\x18\x05 \x01(\x0e\x32\x12.foredraft.v1.Mode\x12\x18\n\x10max_draft_tokens\x18\x06 \x01(\r\x12!\n\x14max_new_tokens_limit\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_max_new_tokens_limit*V\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0e\n\nMODE_PLAIN\x10\x01\x12\x13\n\x0fMODE_SEQUENTIAL\x10\x02\x12\x13\n\x0fMODE_OVERLAPPED\x10\x03*\x8a\x01\n\x0fReproducibility\x12\x1f\n\x1bREPRODUCIBILITY_UNSPECIFIED\x10\x00\x12\x18\n\x14REPRODUCIBILITY_SEED\x10\x01\x12\"\n\x1eREPRODUCIBILITY_SEED_AND_DRAFT\x10\x02\x12\x18\n\x14REPRODUCIBILITY_NONE\x10\x03\x32\xc0\x03\n\x11GenerationService\x12I\n\x08Generate\x12\x1d.foredraft.v1.GenerateRequest\x1a\x1e.foredraft.v1.GenerateResponse\x12W\n\x0eGenerateStream\x12\x1d.foredraft.v1.GenerateRequest\x1a$.foredraft.v1.GenerateStreamResponse0\x01\x12I\n\x08Tokenize\x12\x1d.foredraft.v1.TokenizeRequest\x1a\x1e.foredraft.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.foredraft.v1.DetokenizeRequest\x1a .foredraft.v1.DetokenizeResponse\x12k\n\x08GetModel\x12..foredraft.v1.GenerationServiceGetModelRequest\x1a/.foredraft.v1.GenerationServiceGetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66oredraft/v1/generation.proto\x12\x0c\x66oredraft.v1\x1a\x19\x66oredraft/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.foredraft.v1.ChatMessage\"\xb7\x01\n\x0bSpeculation\x12 \n\x04mode\x18\x01 \x01(\x0e\x32\x12.foredraft.v1.Mode\x12&\n\x07\x64rafter\x18\x02 \x01(\x0e\x32\x15.foredraft.v1.Drafter\x12\x19\n\x0c\x64raft_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10max_draft_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_draft_tokensB\x13\n\x11_max_draft_tokens\"\xd8\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.foredraft.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x12.foredraft.v1.ChatH\x00\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.foredraft.v1.Sampling\x12\x14\n\x0cstop_strings\x18\x06 \x03(\t\x12\x1b\n\x13include_stop_string\x18\x07 \x01(\x08\x12\x19\n\x0csample_count\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\t \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x13keep_special_tokens\x18\n \x01(\x08\x12.\n\x0bspeculation\x18\x0b \x01(\x0b\x32\x19.foredraft.v1.Speculation\x12\x14\n\x0creport_queue\x18\x0c \x01(\x08\x12\x1f\n\x12max_response_bytes\x18\r \x01(\rH\x03\x88\x01\x01\x42\x08\n\x06promptB\x0f\n\r_sample_countB\x0b\n\t_logprobsB\x15\n\x13_max_response_bytes\"G\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x1a\n\x12prompt_token_count\x18\x03 \x01(\r\"~\n\x05\x43hunk\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x04 \x03(\x08\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.foredraft.v1.TokenLogprobs\"\xf4\x01\n\tCompleted\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x31\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1a.foredraft.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\"\n\x05usage\x18\x05 \x01(\x0b\x32\x13.foredraft.v1.Usage\x12\x37\n\nstatistics\x18\x06 \x01(\x0b\x32#.foredraft.v1.SpeculationStatisticsB\x10\n\x0e_stop_token_id\"C\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1e\n\x16\x63ompletion_token_count\x18\x02 \x01(\r\"\xaf\x06\n\x15SpeculationStatistics\x12 \n\x04mode\x18\x01 \x01(\x0e\x32\x12.foredraft.v1.Mode\x12\x36\n\x0freproducibility\x18\x02 \x01(\x0e\x32\x1d.foredraft.v1.Reproducibility\x12\x0e\n\x06rounds\x18\x03 \x01(\r\x12\x14\n\x0cplain_rounds\x18\x04 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x05 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x1c\n\x14\x64rafted_per_position\x18\x07 \x03(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x08 \x03(\r\x12\x1c\n\x14mean_accepted_length\x18\t \x01(\x01\x12\x0c\n\x04hits\x18\n \x01(\r\x12\x0e\n\x06misses\x18\x0b \x01(\r\x12\x17\n\x0fprepared_tokens\x18\x0c \x01(\r\x12\x13\n\x0bused_tokens\x18\r \x01(\r\x12\x36\n\x13time_to_first_token\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0btarget_time\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nqueue_time\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64raft_wait_time\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\twire_time\x18\x13 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x64\x65graded_reason\x18\x14 \x01(\t\x12\x19\n\x11hits_all_accepted\x18\x15 \x01(\r\x12\x1b\n\x13misses_all_accepted\x18\x16 \x01(\r\x12\x11\n\tlate_hits\x18\x17 \x01(\r\x12-\n\ndraft_time\x18\x18 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tfailovers\x18\x19 \x01(\r\"0\n\x06Queued\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\"\xc7\x01\n\x16GenerateStreamResponse\x12(\n\x07started\x18\x01 \x01(\x0b\x32\x15.foredraft.v1.StartedH\x00\x12$\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x13.foredraft.v1.ChunkH\x00\x12,\n\tcompleted\x18\x03 \x01(\x0b\x32\x17.foredraft.v1.CompletedH\x00\x12&\n\x06queued\x18\x04 \x01(\x0b\x32\x14.foredraft.v1.QueuedH\x00\x42\x07\n\x05\x65vent\"\x99\x01\n\nCompletion\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x03 \x03(\x08\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.foredraft.v1.TokenLogprobs\x12*\n\tcompleted\x18\x05 \x01(\x0b\x32\x17.foredraft.v1.Completed\"c\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12-\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32\x18.foredraft.v1.Completion\"O\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.foredraft.v1.ChatH\x00\x42\x08\n\x06prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\"\n GenerationServiceGetModelRequest\"\xae\x02\n!GenerationServiceGetModelResponse\x12#\n\x06target\x18\x01 \x01(\x0b\x32\x13.foredraft.v1.Model\x12\"\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x13.foredraft.v1.Model\x12\'\n\x08\x64rafters\x18\x03 \x03(\x0e\x32\x15.foredraft.v1.Drafter\x12\x17\n\x0f\x64\x65graded_reason\x18\x04 \x01(\t\x12(\n\x0c\x64\x65\x66\x61ult_mode\x18\x05 \x01(\x0e\x32\x12.foredraft.v1.Mode\x12\x18\n\x10max_draft_tokens\x18\x06 \x01(\r\x12!\n\x14max_new_tokens_limit\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_max_new_tokens_limit*V\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0e\n\nMODE_PLAIN\x10\x01\x12\x13\n\x0fMODE_SEQUENTIAL\x10\x02\x12\x13\n\x0fMODE_OVERLAPPED\x10\x03*\x8a\x01\n\x0fReproducibility\x12\x1f\n\x1bREPRODUCIBILITY_UNSPECIFIED\x10\x00\x12\x18\n\x14REPRODUCIBILITY_SEED\x10\x01\x12\"\n\x1eREPRODUCIBILITY_SEED_AND_DRAFT\x10\x02\x12\x18\n\x14REPRODUCIBILITY_NONE\x10\x03\x32\xc0\x03\n\x11GenerationService\x12I\n\x08Generate\x12\x1d.foredraft.v1.GenerateRequest\x1a\x1e.foredraft.v1.GenerateResponse\x12W\n\x0eGenerateStream\x12\x1d.foredraft.v1.GenerateRequest\x1a$.foredraft.v1.GenerateStreamResponse0\x01\x12I\n\x08Tokenize\x12\x1d.foredraft.v1.TokenizeRequest\x1a\x1e.foredraft.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.foredraft.v1.DetokenizeRequest\x1a .foredraft.v1.DetokenizeResponse\x12k\n\x08GetModel\x12..foredraft.v1.GenerationServiceGetModelRequest\x1a/.foredraft.v1.GenerationServiceGetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'foredraft.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODE']._serialized_start=3136
-  _globals['_MODE']._serialized_end=3222
-  _globals['_REPRODUCIBILITY']._serialized_start=3225
-  _globals['_REPRODUCIBILITY']._serialized_end=3363
+  _globals['_MODE']._serialized_start=3323
+  _globals['_MODE']._serialized_end=3409
+  _globals['_REPRODUCIBILITY']._serialized_start=3412
+  _globals['_REPRODUCIBILITY']._serialized_end=3550
   _globals['_TOKENIDS']._serialized_start=106
   _globals['_TOKENIDS']._serialized_end=135
   _globals['_CHATMESSAGE']._serialized_start=137
@@ -46,35 +46,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECULATION']._serialized_start=237
   _globals['_SPECULATION']._serialized_end=420
   _globals['_GENERATEREQUEST']._serialized_start=423
-  _globals['_GENERATEREQUEST']._serialized_end=817
-  _globals['_STARTED']._serialized_start=819
-  _globals['_STARTED']._serialized_end=890
-  _globals['_CHUNK']._serialized_start=892
-  _globals['_CHUNK']._serialized_end=1018
-  _globals['_COMPLETED']._serialized_start=1021
-  _globals['_COMPLETED']._serialized_end=1265
-  _globals['_USAGE']._serialized_start=1267
-  _globals['_USAGE']._serialized_end=1334
-  _globals['_SPECULATIONSTATISTICS']._serialized_start=1337
-  _globals['_SPECULATIONSTATISTICS']._serialized_end=2133
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2136
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2295
-  _globals['_COMPLETION']._serialized_start=2298
-  _globals['_COMPLETION']._serialized_end=2451
-  _globals['_GENERATERESPONSE']._serialized_start=2453
-  _globals['_GENERATERESPONSE']._serialized_end=2552
-  _globals['_TOKENIZEREQUEST']._serialized_start=2554
-  _globals['_TOKENIZEREQUEST']._serialized_end=2633
-  _globals['_TOKENIZERESPONSE']._serialized_start=2635
-  _globals['_TOKENIZERESPONSE']._serialized_end=2688
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2690
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2757
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2759
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2793
-  _globals['_GENERATIONSERVICEGETMODELREQUEST']._serialized_start=2795
-  _globals['_GENERATIONSERVICEGETMODELREQUEST']._serialized_end=2829
-  _globals['_GENERATIONSERVICEGETMODELRESPONSE']._serialized_start=2832
-  _globals['_GENERATIONSERVICEGETMODELRESPONSE']._serialized_end=3134
-  _globals['_GENERATIONSERVICE']._serialized_start=3366
-  _globals['_GENERATIONSERVICE']._serialized_end=3814
+  _globals['_GENERATEREQUEST']._serialized_end=895
+  _globals['_STARTED']._serialized_start=897
+  _globals['_STARTED']._serialized_end=968
+  _globals['_CHUNK']._serialized_start=970
+  _globals['_CHUNK']._serialized_end=1096
+  _globals['_COMPLETED']._serialized_start=1099
+  _globals['_COMPLETED']._serialized_end=1343
+  _globals['_USAGE']._serialized_start=1345
+  _globals['_USAGE']._serialized_end=1412
+  _globals['_SPECULATIONSTATISTICS']._serialized_start=1415
+  _globals['_SPECULATIONSTATISTICS']._serialized_end=2230
+  _globals['_QUEUED']._serialized_start=2232
+  _globals['_QUEUED']._serialized_end=2280
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2283
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2482
+  _globals['_COMPLETION']._serialized_start=2485
+  _globals['_COMPLETION']._serialized_end=2638
+  _globals['_GENERATERESPONSE']._serialized_start=2640
+  _globals['_GENERATERESPONSE']._serialized_end=2739
+  _globals['_TOKENIZEREQUEST']._serialized_start=2741
+  _globals['_TOKENIZEREQUEST']._serialized_end=2820
+  _globals['_TOKENIZERESPONSE']._serialized_start=2822
+  _globals['_TOKENIZERESPONSE']._serialized_end=2875
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2877
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2944
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2946
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2980
+  _globals['_GENERATIONSERVICEGETMODELREQUEST']._serialized_start=2982
+  _globals['_GENERATIONSERVICEGETMODELREQUEST']._serialized_end=3016
+  _globals['_GENERATIONSERVICEGETMODELRESPONSE']._serialized_start=3019
+  _globals['_GENERATIONSERVICEGETMODELRESPONSE']._serialized_end=3321
+  _globals['_GENERATIONSERVICE']._serialized_start=3553
+  _globals['_GENERATIONSERVICE']._serialized_end=4001
 # @@protoc_insertion_point(module_scope)

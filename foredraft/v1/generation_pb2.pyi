@@ -66,7 +66,7 @@ class Speculation(_message.Message):
     def __init__(self, mode: _Optional[_Union[Mode, str]] = ..., drafter: _Optional[_Union[_common_pb2.Drafter, str]] = ..., draft_tokens: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "stop_strings", "include_stop_string", "sample_count", "logprobs", "keep_special_tokens", "speculation")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "stop_strings", "include_stop_string", "sample_count", "logprobs", "keep_special_tokens", "speculation", "report_queue", "max_response_bytes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,8 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    REPORT_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -89,7 +91,9 @@ class GenerateRequest(_message.Message):
     logprobs: int
     keep_special_tokens: bool
     speculation: Speculation
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., include_stop_string: _Optional[bool] = ..., sample_count: _Optional[int] = ..., logprobs: _Optional[int] = ..., keep_special_tokens: _Optional[bool] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
+    report_queue: bool
+    max_response_bytes: int
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., include_stop_string: _Optional[bool] = ..., sample_count: _Optional[int] = ..., logprobs: _Optional[int] = ..., keep_special_tokens: _Optional[bool] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., report_queue: _Optional[bool] = ..., max_response_bytes: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "seed", "prompt_token_count")
@@ -140,7 +144,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_token_count: _Optional[int] = ..., completion_token_count: _Optional[int] = ...) -> None: ...
 
 class SpeculationStatistics(_message.Message):
-    __slots__ = ("mode", "reproducibility", "rounds", "plain_rounds", "drafted", "accepted", "drafted_per_position", "accepted_per_position", "mean_accepted_length", "hits", "misses", "prepared_tokens", "used_tokens", "time_to_first_token", "total_time", "target_time", "queue_time", "draft_wait_time", "wire_time", "degraded_reason", "hits_all_accepted", "misses_all_accepted", "late_hits", "draft_time")
+    __slots__ = ("mode", "reproducibility", "rounds", "plain_rounds", "drafted", "accepted", "drafted_per_position", "accepted_per_position", "mean_accepted_length", "hits", "misses", "prepared_tokens", "used_tokens", "time_to_first_token", "total_time", "target_time", "queue_time", "draft_wait_time", "wire_time", "degraded_reason", "hits_all_accepted", "misses_all_accepted", "late_hits", "draft_time", "failovers")
     MODE_FIELD_NUMBER: _ClassVar[int]
     REPRODUCIBILITY_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +169,7 @@ class SpeculationStatistics(_message.Message):
     MISSES_ALL_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     LATE_HITS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TIME_FIELD_NUMBER: _ClassVar[int]
+    FAILOVERS_FIELD_NUMBER: _ClassVar[int]
     mode: Mode
     reproducibility: Reproducibility
     rounds: int
@@ -189,17 +194,28 @@ class SpeculationStatistics(_message.Message):
     misses_all_accepted: int
     late_hits: int
     draft_time: _duration_pb2.Duration
-    def __init__(self, mode: _Optional[_Union[Mode, str]] = ..., reproducibility: _Optional[_Union[Reproducibility, str]] = ..., rounds: _Optional[int] = ..., plain_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., mean_accepted_length: _Optional[float] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., prepared_tokens: _Optional[int] = ..., used_tokens: _Optional[int] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., target_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draft_wait_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wire_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., degraded_reason: _Optional[str] = ..., hits_all_accepted: _Optional[int] = ..., misses_all_accepted: _Optional[int] = ..., late_hits: _Optional[int] = ..., draft_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    failovers: int
+    def __init__(self, mode: _Optional[_Union[Mode, str]] = ..., reproducibility: _Optional[_Union[Reproducibility, str]] = ..., rounds: _Optional[int] = ..., plain_rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., mean_accepted_length: _Optional[float] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., prepared_tokens: _Optional[int] = ..., used_tokens: _Optional[int] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., target_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draft_wait_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wire_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., degraded_reason: _Optional[str] = ..., hits_all_accepted: _Optional[int] = ..., misses_all_accepted: _Optional[int] = ..., late_hits: _Optional[int] = ..., draft_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failovers: _Optional[int] = ...) -> None: ...
+
+class Queued(_message.Message):
+    __slots__ = ("sample_index", "position")
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    sample_index: int
+    position: int
+    def __init__(self, sample_index: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("started", "chunk", "completed")
+    __slots__ = ("started", "chunk", "completed", "queued")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     started: Started
     chunk: Chunk
     completed: Completed
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ...) -> None: ...
+    queued: Queued
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ...) -> None: ...
 
 class Completion(_message.Message):
     __slots__ = ("text", "token_ids", "drafted", "logprobs", "completed")

@@ -23,39 +23,40 @@ _sym_db = _symbol_database.Default()
 
 
 from foredraft.v1 import common_pb2 as foredraft_dot_v1_dot_common__pb2
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66oredraft/v1/target.proto\x12\x0c\x66oredraft.v1\x1a\x19\x66oredraft/v1/common.proto\"\x96\x01\n\rVerifyRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.foredraft.v1.OpenTargetH\x00\x12$\n\x05round\x18\x02 \x01(\x0b\x32\x13.foredraft.v1.RoundH\x00\x12*\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x19.foredraft.v1.CloseTargetH\x00\x42\t\n\x07message\"\x9a\x01\n\nOpenTarget\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprompt_length\x18\x02 \x01(\r\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.foredraft.v1.Sampling\x12\x15\n\x08logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"h\n\x05Round\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x01q\x18\x04 \x01(\x0b\x32!.foredraft.v1.SparseDistributions\"\r\n\x0b\x43loseTarget\"q\n\x0eVerifyResponse\x12(\n\x07verdict\x18\x01 \x01(\x0b\x32\x15.foredraft.v1.VerdictH\x00\x12*\n\x08progress\x18\x02 \x01(\x0b\x32\x16.foredraft.v1.ProgressH\x00\x42\t\n\x07message\"\xe3\x01\n\x07Verdict\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x17\n\nnext_token\x18\x03 \x01(\rH\x00\x88\x01\x01\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.foredraft.v1.TokenLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.foredraft.v1.FinishReason\x12*\n\x06timing\x18\x06 \x01(\x0b\x32\x1a.foredraft.v1.TargetTimingB\r\n\x0b_next_token\"^\n\x0cTargetTiming\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\ncompute_us\x18\x02 \x01(\r\x12\x12\n\nbatch_rows\x18\x03 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x04 \x01(\r\"\x1c\n\x08Progress\x12\x10\n\x08\x66orwards\x18\x01 \x01(\x04\"\x1e\n\x1cTargetServiceGetModelRequest\"C\n\x1dTargetServiceGetModelResponse\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.foredraft.v1.Model\"\x15\n\x13GetTokenizerRequest\"7\n\x14GetTokenizerResponse\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32\xf3\x02\n\rTargetService\x12G\n\x06Verify\x12\x1b.foredraft.v1.VerifyRequest\x1a\x1c.foredraft.v1.VerifyResponse(\x01\x30\x01\x12\x63\n\x08GetModel\x12*.foredraft.v1.TargetServiceGetModelRequest\x1a+.foredraft.v1.TargetServiceGetModelResponse\x12[\n\x0eListVocabulary\x12#.foredraft.v1.ListVocabularyRequest\x1a$.foredraft.v1.ListVocabularyResponse\x12W\n\x0cGetTokenizer\x12!.foredraft.v1.GetTokenizerRequest\x1a\".foredraft.v1.GetTokenizerResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66oredraft/v1/target.proto\x12\x0c\x66oredraft.v1\x1a\x19\x66oredraft/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\x96\x01\n\rVerifyRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.foredraft.v1.OpenTargetH\x00\x12$\n\x05round\x18\x02 \x01(\x0b\x32\x13.foredraft.v1.RoundH\x00\x12*\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x19.foredraft.v1.CloseTargetH\x00\x42\t\n\x07message\"\x9a\x01\n\nOpenTarget\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprompt_length\x18\x02 \x01(\r\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.foredraft.v1.Sampling\x12\x15\n\x08logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"h\n\x05Round\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x01q\x18\x04 \x01(\x0b\x32!.foredraft.v1.SparseDistributions\"\r\n\x0b\x43loseTarget\"q\n\x0eVerifyResponse\x12(\n\x07verdict\x18\x01 \x01(\x0b\x32\x15.foredraft.v1.VerdictH\x00\x12*\n\x08progress\x18\x02 \x01(\x0b\x32\x16.foredraft.v1.ProgressH\x00\x42\t\n\x07message\"\xe3\x01\n\x07Verdict\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x17\n\nnext_token\x18\x03 \x01(\rH\x00\x88\x01\x01\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.foredraft.v1.TokenLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.foredraft.v1.FinishReason\x12*\n\x06timing\x18\x06 \x01(\x0b\x32\x1a.foredraft.v1.TargetTimingB\r\n\x0b_next_token\"^\n\x0cTargetTiming\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\ncompute_us\x18\x02 \x01(\r\x12\x12\n\nbatch_rows\x18\x03 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x04 \x01(\r\"J\n\x08Progress\x12\x10\n\x08\x66orwards\x18\x01 \x01(\x04\x12,\n\tstep_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1e\n\x1cTargetServiceGetModelRequest\"C\n\x1dTargetServiceGetModelResponse\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.foredraft.v1.Model\"\x15\n\x13GetTokenizerRequest\"7\n\x14GetTokenizerResponse\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32\xf3\x02\n\rTargetService\x12G\n\x06Verify\x12\x1b.foredraft.v1.VerifyRequest\x1a\x1c.foredraft.v1.VerifyResponse(\x01\x30\x01\x12\x63\n\x08GetModel\x12*.foredraft.v1.TargetServiceGetModelRequest\x1a+.foredraft.v1.TargetServiceGetModelResponse\x12[\n\x0eListVocabulary\x12#.foredraft.v1.ListVocabularyRequest\x1a$.foredraft.v1.ListVocabularyResponse\x12W\n\x0cGetTokenizer\x12!.foredraft.v1.GetTokenizerRequest\x1a\".foredraft.v1.GetTokenizerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'foredraft.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFYREQUEST']._serialized_start=71
-  _globals['_VERIFYREQUEST']._serialized_end=221
-  _globals['_OPENTARGET']._serialized_start=224
-  _globals['_OPENTARGET']._serialized_end=378
-  _globals['_ROUND']._serialized_start=380
-  _globals['_ROUND']._serialized_end=484
-  _globals['_CLOSETARGET']._serialized_start=486
-  _globals['_CLOSETARGET']._serialized_end=499
-  _globals['_VERIFYRESPONSE']._serialized_start=501
-  _globals['_VERIFYRESPONSE']._serialized_end=614
-  _globals['_VERDICT']._serialized_start=617
-  _globals['_VERDICT']._serialized_end=844
-  _globals['_TARGETTIMING']._serialized_start=846
-  _globals['_TARGETTIMING']._serialized_end=940
-  _globals['_PROGRESS']._serialized_start=942
-  _globals['_PROGRESS']._serialized_end=970
-  _globals['_TARGETSERVICEGETMODELREQUEST']._serialized_start=972
-  _globals['_TARGETSERVICEGETMODELREQUEST']._serialized_end=1002
-  _globals['_TARGETSERVICEGETMODELRESPONSE']._serialized_start=1004
-  _globals['_TARGETSERVICEGETMODELRESPONSE']._serialized_end=1071
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1073
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1094
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1096
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1151
-  _globals['_TARGETSERVICE']._serialized_start=1154
-  _globals['_TARGETSERVICE']._serialized_end=1525
+  _globals['_VERIFYREQUEST']._serialized_start=103
+  _globals['_VERIFYREQUEST']._serialized_end=253
+  _globals['_OPENTARGET']._serialized_start=256
+  _globals['_OPENTARGET']._serialized_end=410
+  _globals['_ROUND']._serialized_start=412
+  _globals['_ROUND']._serialized_end=516
+  _globals['_CLOSETARGET']._serialized_start=518
+  _globals['_CLOSETARGET']._serialized_end=531
+  _globals['_VERIFYRESPONSE']._serialized_start=533
+  _globals['_VERIFYRESPONSE']._serialized_end=646
+  _globals['_VERDICT']._serialized_start=649
+  _globals['_VERDICT']._serialized_end=876
+  _globals['_TARGETTIMING']._serialized_start=878
+  _globals['_TARGETTIMING']._serialized_end=972
+  _globals['_PROGRESS']._serialized_start=974
+  _globals['_PROGRESS']._serialized_end=1048
+  _globals['_TARGETSERVICEGETMODELREQUEST']._serialized_start=1050
+  _globals['_TARGETSERVICEGETMODELREQUEST']._serialized_end=1080
+  _globals['_TARGETSERVICEGETMODELRESPONSE']._serialized_start=1082
+  _globals['_TARGETSERVICEGETMODELRESPONSE']._serialized_end=1149
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1151
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1172
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1174
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1229
+  _globals['_TARGETSERVICE']._serialized_start=1232
+  _globals['_TARGETSERVICE']._serialized_end=1603
 # @@protoc_insertion_point(module_scope)

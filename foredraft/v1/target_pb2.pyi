@@ -1,4 +1,7 @@
+import datetime
+
 from foredraft.v1 import common_pb2 as _common_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -84,10 +87,12 @@ class TargetTiming(_message.Message):
     def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., batch_tokens: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("forwards",)
+    __slots__ = ("forwards", "step_time")
     FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     forwards: int
-    def __init__(self, forwards: _Optional[int] = ...) -> None: ...
+    step_time: _duration_pb2.Duration
+    def __init__(self, forwards: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class TargetServiceGetModelRequest(_message.Message):
     __slots__ = ()
