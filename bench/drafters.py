@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from draft_service.distill import report
-from draft_service.distill.generate import Text, Writer
-from draft_service.distill.prompts import HELD_OUT, Conversation
-from draft_service.distill.prune import head_weight
-from draft_service.distill.stored import Stored
 from draft_service.ngram import NgramIndex
+from foredraft.distill import report
+from foredraft.distill.generate import Text, Writer
+from foredraft.distill.prompts import HELD_OUT, Conversation
+from foredraft.distill.prune import head_weight
+from foredraft.distill.stored import Stored
 from foredraft.engine.loading import LoadedModel, load
 
 PASSAGES = (

@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from draft_service.distill.prompts import HELD_OUT, built_in
-from draft_service.distill.stored import DESCRIPTION, assembled
 from foredraft.cli.demo import draft_options
 from foredraft.cli.supervisor import ChildError
 from foredraft.cli.up import available_cores
 from foredraft.config import ConfigError
 from foredraft.default_model import DefaultModelError, cache_directory
+from foredraft.distill.prompts import HELD_OUT, built_in
+from foredraft.distill.stored import DESCRIPTION, assembled
 from foredraft.engine.errors import ModelError
 from orchestrator.client import AsyncClient, GenerationError
 

@@ -56,7 +56,7 @@ def ensure() -> Path:
 
 def ensure_draft(model: Path) -> Path:
     """The directory of the trained draft for `model`, assembled if it is not there yet. Raises DefaultModelError."""
-    from draft_service.distill.stored import assembled
+    from foredraft.distill.stored import assembled
     from foredraft.engine.errors import ModelError
 
     try:

@@ -48,9 +48,9 @@ def distill(
         raise ConfigError(f"loss: must be kl or tv, not {loss}")
     import torch
 
-    from draft_service.distill.pipeline import Options
-    from draft_service.distill.pipeline import distill as run
-    from draft_service.distill.train import Recipe
+    from foredraft.distill.pipeline import Options
+    from foredraft.distill.pipeline import distill as run
+    from foredraft.distill.train import Recipe
     from foredraft.engine.errors import ModelError
 
     if threads is not None:
@@ -90,7 +90,7 @@ def assemble(
     out: Annotated[Path, typer.Option("--out", help="The directory to make.")],
 ) -> None:
     """Make a model for --draft-model of a stored draft, such as those in drafts/, and its target."""
-    from draft_service.distill.stored import assemble as run
+    from foredraft.distill.stored import assemble as run
     from foredraft.engine.errors import ModelError
 
     try:

@@ -31,6 +31,8 @@ def test_the_locked_install_works_in_a_fresh_environment(tmp_path: Path, extra: 
     assert all(name in help_text for name in ("target-server", "draft-server", "orchestrator"))
     # What fetches models in the containers.
     assert (tmp_path / "venv" / "bin" / "hf").exists()
-    services = ("orchestrator", "target_service", "draft_service") if "models" in extra else ("orchestrator",)
-    for module in (f"{service}.server" for service in services):
+    modules = ["orchestrator.server"]
+    if "models" in extra:
+        modules += ["target_service.server", "draft_service.server", "foredraft.distill.prompts"]
+    for module in modules:
         subprocess.run([python, "-c", f"import {module}"], cwd=tmp_path, check=True)

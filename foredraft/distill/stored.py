@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draft_service.distill.files import write_whole
-from draft_service.distill.prune import prune
+from foredraft.distill.files import write_whole
+from foredraft.distill.prune import prune
 from foredraft.engine.errors import ModelError
 from foredraft.engine.head import SIZE, write_token_ids
 from foredraft.engine.loading import LoadedModel, load

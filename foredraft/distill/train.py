@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draft_service.distill.files import write_whole
-from draft_service.distill.generate import Text
-from draft_service.distill.prune import head_weight
+from foredraft.distill.files import write_whole
+from foredraft.distill.generate import Text
+from foredraft.distill.prune import head_weight
 from foredraft.engine.errors import ModelError
 
 CHECKPOINT = "checkpoint.pt"

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draft_service.distill import report
-from draft_service.distill.files import write_whole
-from draft_service.distill.generate import Text, Writer, token_counts
-from draft_service.distill.prompts import HELD_OUT, Conversation, built_in, from_file
-from draft_service.distill.prune import frequent_tokens, head_weight, layer_list, pick_layers, prune
-from draft_service.distill.stored import HEAD_IDS, Stored, stored, write_model
-from draft_service.distill.train import Recipe, Trainer, states
+from foredraft.distill import report
+from foredraft.distill.files import write_whole
+from foredraft.distill.generate import Text, Writer, token_counts
+from foredraft.distill.prompts import HELD_OUT, Conversation, built_in, from_file
+from foredraft.distill.prune import frequent_tokens, head_weight, layer_list, pick_layers, prune
+from foredraft.distill.stored import HEAD_IDS, Stored, stored, write_model
+from foredraft.distill.train import Recipe, Trainer, states
 from foredraft.engine.errors import ModelError
 from foredraft.engine.loading import LoadedModel, load
 

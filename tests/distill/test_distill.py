@@ -15,14 +15,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from draft_service.distill import files, report
-from draft_service.distill.generate import Text, Writer
-from draft_service.distill.pipeline import Options, distill
-from draft_service.distill.prompts import HELD_OUT, built_in, follow_up
-from draft_service.distill.prune import frequent_tokens, head_weight, prune
-from draft_service.distill.stored import DESCRIPTION, WEIGHTS, Stored, assemble, assembled
-from draft_service.distill.train import CHECKPOINT, Examples, Recipe, Trainer
 from foredraft.cli import app
+from foredraft.distill import files, report
+from foredraft.distill.generate import Text, Writer
+from foredraft.distill.pipeline import Options, distill
+from foredraft.distill.prompts import HELD_OUT, built_in, follow_up
+from foredraft.distill.prune import frequent_tokens, head_weight, prune
+from foredraft.distill.stored import DESCRIPTION, WEIGHTS, Stored, assemble, assembled
+from foredraft.distill.train import CHECKPOINT, Examples, Recipe, Trainer
 from foredraft.engine.engine import Engine
 from foredraft.engine.errors import ModelError
 from foredraft.engine.head import FILE, RestrictedHead

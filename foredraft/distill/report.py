@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draft_service.distill.generate import Text, coupled_draws
-from draft_service.distill.prune import head_weight
-from draft_service.distill.train import states
+from foredraft.distill.generate import Text, coupled_draws
+from foredraft.distill.prune import head_weight
+from foredraft.distill.train import states
 from foredraft.engine.batch import Row
 from foredraft.engine.engine import Engine
 from foredraft.engine.head import RestrictedHead

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
-from draft_service.distill.files import write_whole
-from draft_service.distill.prompts import Conversation, follow_up
-from draft_service.distill.prune import head_weight
+from foredraft.distill.files import write_whole
+from foredraft.distill.prompts import Conversation, follow_up
+from foredraft.distill.prune import head_weight
 from foredraft.engine.loading import LoadedModel
 from foredraft.sampling.coupled import draw
 from foredraft.sampling.params import SamplingParams
