@@ -1,9 +1,9 @@
-"""Where settings come from: one flat set of names for flags, environment, YAML file and README.
+"""Where settings come from: one flat set of names for flags, environment, YAML file and docs.
 
 An option has one name. `max_draft_tokens` is the flag `--max-draft-tokens`, the variable
 `FOREDRAFT_MAX_DRAFT_TOKENS` and the key `max_draft_tokens` of the YAML file; flags win over the environment, which wins
 over the file, which wins over the defaults. What target and draft both have begins with `draft_` for the draft.
-`python -m foredraft.config` prints the README's table of options.
+`python -m foredraft.config` prints the table of options in docs/configuration.md.
 """
 
 import json
@@ -174,7 +174,7 @@ def sections() -> list[tuple[str, list[str]]]:
 
 
 def markdown_table() -> str:
-    """The table of all options for the README."""
+    """The table of all options for docs/configuration.md."""
     lines = ["| Option | Values | Default | Meaning |", "|---|---|---|---|"]
     for title, names in sections():
         lines.append(f"| **{title}** | | | |")

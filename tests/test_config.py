@@ -1,4 +1,4 @@
-"""One set of options for flags, environment, YAML file and README."""
+"""One set of options for flags, environment, YAML file and docs."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 from foredraft.config import OPTIONS, ConfigError, S, build, collect, markdown_table
 from foredraft.settings import DraftSettings, OrchestratorSettings, TargetSettings
 
-README = Path(__file__).parent.parent / "README.md"
+CONFIGURATION = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 
 def write(directory: Path, text: str) -> Path:
@@ -229,12 +229,12 @@ def test_every_option_is_described() -> None:
     assert [name for name, field in OPTIONS.items() if not field.description] == []
 
 
-def test_the_readme_has_the_current_table_of_options() -> None:
-    _, begin, rest = README.read_text(encoding="utf-8").partition("<!-- options -->\n")
+def test_the_docs_have_the_current_table_of_options() -> None:
+    _, begin, rest = CONFIGURATION.read_text(encoding="utf-8").partition("<!-- options -->\n")
     table, end, _ = rest.partition("\n<!-- /options -->")
-    assert begin, "the README needs the line <!-- options --> before its table"
-    assert end, "the README needs the line <!-- /options --> after its table"
-    assert table.strip() == markdown_table(), "run `python -m foredraft.config` and put its output into the README"
+    assert begin, "docs/configuration.md needs the line <!-- options --> before its table"
+    assert end, "docs/configuration.md needs the line <!-- /options --> after its table"
+    assert table.strip() == markdown_table(), "docs/configuration.md needs what `python -m foredraft.config` prints"
 
 
 def test_settings_and_command_line_need_no_torch() -> None:

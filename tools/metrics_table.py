@@ -1,4 +1,4 @@
-"""Print the README's table of metrics, from what the three services would serve."""
+"""Print the table of metrics in docs/metrics.md, from what the three services would serve."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace

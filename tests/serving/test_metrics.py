@@ -74,7 +74,7 @@ def test_a_model_thread_is_idle_while_it_waits_and_not_while_it_works() -> None:
         thread.stop()
 
 
-def test_the_readme_has_the_current_table_of_metrics() -> None:
+def test_the_docs_have_the_current_table_of_metrics() -> None:
     table = runpy.run_path(str(ROOT / "tools" / "metrics_table.py"))["table"]()
-    readme = (ROOT / "README.md").read_text()
-    assert readme.partition("<!-- metrics -->\n")[2].partition("\n<!-- /metrics -->")[0] == table
+    docs = (ROOT / "docs" / "metrics.md").read_text()
+    assert docs.partition("<!-- metrics -->\n")[2].partition("\n<!-- /metrics -->")[0] == table
