@@ -1,9 +1,9 @@
 """Between the contract's messages and what drafters take and answer."""
 
 from draft_service.drafter import Continuation, Opening, Prepared, Proposal
+from foredraft.errors import failed_precondition
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.proposal import SparseQ
-from foredraft.serving.errors import failed_precondition
 from foredraft.v1 import common_pb2, draft_pb2
 
 

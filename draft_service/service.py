@@ -10,7 +10,7 @@ import grpc
 from draft_service.messages import response
 from draft_service.scheduler import Scheduler
 from draft_service.stream import Offer, Places, Stream
-from foredraft.serving.errors import RequestError, failed_precondition
+from foredraft.errors import RequestError, failed_precondition
 from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from foredraft.validation import vocabulary_page
 

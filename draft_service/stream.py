@@ -10,7 +10,7 @@ import grpc
 from draft_service.drafter import Emit, Opening, Prepared, Proposal
 from draft_service.messages import check_fits, opening
 from draft_service.scheduler import Scheduler, Session
-from foredraft.serving.errors import RequestError, Violation, exhausted, failed_precondition, invalid
+from foredraft.errors import RequestError, Violation, exhausted, failed_precondition, invalid
 from foredraft.v1 import common_pb2, draft_pb2
 from foredraft.validation import check_commit, check_open_draft, check_verifying
 

@@ -15,8 +15,8 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast
 import grpc
 from google.protobuf.message import Message
 
+from foredraft.errors import Violation, error_details
 from foredraft.serving.address import is_loopback
-from foredraft.serving.errors import Violation, error_details
 from foredraft.serving.retry import RETRY
 from foredraft.serving.tls import ClientTls, TlsError
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc

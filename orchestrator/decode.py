@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from foredraft.serving.errors import RequestError, unavailable
+from foredraft.errors import RequestError, unavailable
 from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 from orchestrator.backends import Backends, TargetReplica

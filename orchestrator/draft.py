@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from foredraft.serving.errors import RequestError
+from foredraft.errors import RequestError
 from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 from foredraft.validation import check_round, sampling_params
 from orchestrator.target import Metadata

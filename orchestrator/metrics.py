@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from foredraft.serving.errors import RequestError
+from foredraft.errors import RequestError
 from foredraft.v1.generation_pb2 import SpeculationStatistics
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from foredraft.serving.errors import RequestError, Violation, error_details, exhausted, invalid, unavailable
+from foredraft.errors import RequestError, Violation, error_details, exhausted, invalid, unavailable
 from foredraft.serving.logs import request_id
 from foredraft.serving.rpc import RETRY_AFTER_S
 from foredraft.settings import OrchestratorSettings

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from foredraft.serving.errors import RequestError
+from foredraft.errors import RequestError
 from foredraft.v1 import common_pb2, generation_pb2, target_pb2
 from orchestrator.backends import DraftReplica
 from orchestrator.costs import TargetCosts

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from foredraft.serving.errors import Violation, invalid
+from foredraft.errors import Violation, invalid
 
 # Longer texts are encoded in a thread, so that the event loop goes on.
 SHORT_TEXT = 2000

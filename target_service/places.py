@@ -2,7 +2,7 @@
 
 import asyncio
 
-from foredraft.serving.errors import exhausted
+from foredraft.errors import exhausted
 
 RETRY_AFTER_S = 1.0
 WAITING_PER_PLACE = 4

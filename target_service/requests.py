@@ -2,8 +2,8 @@
 
 import torch
 
+from foredraft.errors import failed_precondition
 from foredraft.sampling.proposal import SparseQ
-from foredraft.serving.errors import failed_precondition
 from foredraft.v1 import common_pb2, target_pb2
 from foredraft.validation import check_open_target, check_round
 from target_service.session import Limits, Session, finish, useful_draft_length

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.engine import Engine, Row, Slot
+from foredraft.errors import RequestError
 from foredraft.sampling.coupled import Place, greedy, rank_rows
 from foredraft.sampling.logprobs import token_logprobs
 from foredraft.sampling.params import Method
 from foredraft.sampling.proposal import SparseQ
 from foredraft.sampling.verification import coupled_verification, verify
 from foredraft.sampling.warpers import warp
-from foredraft.serving.errors import RequestError
 from target_service.session import Limits, Session, Timing, Verdict, finish
 
 # Rounds wait for sessions that were answered by the last forward and commonly come back within this part of it, for at

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from foredraft.serving.errors import RequestError
+from foredraft.errors import RequestError
 from foredraft.v1 import common_pb2, target_pb2, target_pb2_grpc
 from foredraft.validation import vocabulary_page
 from target_service.places import Places

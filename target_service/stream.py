@@ -6,8 +6,8 @@ from collections.abc import AsyncIterable, Sequence
 
 import grpc
 
+from foredraft.errors import RequestError, Violation, failed_precondition, invalid
 from foredraft.sampling.proposal import SparseQ
-from foredraft.serving.errors import RequestError, Violation, failed_precondition, invalid
 from foredraft.v1 import common_pb2, target_pb2
 from target_service.places import Places
 from target_service.requests import open_session, read_round

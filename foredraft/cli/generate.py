@@ -101,7 +101,7 @@ def in_process(
     from foredraft.backends import hf, manual
     from foredraft.engine.errors import ModelError
     from foredraft.engine.loading import load
-    from foredraft.serving.errors import RequestError
+    from foredraft.errors import RequestError
     from foredraft.v1 import common_pb2
     from foredraft.validation import sampling_params
 

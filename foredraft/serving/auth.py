@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from foredraft.serving.errors import RequestError
+from foredraft.errors import RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
+from foredraft.errors import RequestError, Violation, abort, invalid, unavailable
 from foredraft.serving.auth import Tokens
-from foredraft.serving.errors import RequestError, Violation, abort, invalid, unavailable
 from foredraft.serving.logs import request_id
 from foredraft.serving.undecodable import undecodable
 

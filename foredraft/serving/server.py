@@ -17,10 +17,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from foredraft.errors import unavailable
 from foredraft.serving.address import is_loopback
 from foredraft.serving.auth import Tokens
 from foredraft.serving.channel import MAX_MESSAGE_BYTES
-from foredraft.serving.errors import unavailable
 from foredraft.serving.health import HealthServicer
 from foredraft.serving.metrics import MetricsServer
 from foredraft.serving.rpc import RETRY_AFTER_S, Services

@@ -6,7 +6,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from foredraft.serving.errors import Violation
+from foredraft.errors import Violation
 
 
 def undecodable(descriptor: Descriptor, data: bytes) -> Violation:

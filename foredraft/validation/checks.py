@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from foredraft.serving.errors import MAX_VIOLATIONS, Violation, invalid
+from foredraft.errors import MAX_VIOLATIONS, Violation, invalid
 
 MAX_DRAFT_TOKENS = 64
 MAX_LOGPROBS = 20

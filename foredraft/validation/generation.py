@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from foredraft.serving.errors import Violation
+from foredraft.errors import Violation
 from foredraft.v1 import common_pb2, generation_pb2
 from foredraft.validation.checks import MAX_DRAFT_TOKENS, MAX_LOGPROBS, at_most, known, refuse, token_ids
 from foredraft.validation.sampling import sampling_violations

@@ -1,6 +1,6 @@
 """Pages of a vocabulary."""
 
-from foredraft.serving.errors import Violation
+from foredraft.errors import Violation
 from foredraft.v1 import common_pb2
 from foredraft.validation.checks import refuse
 

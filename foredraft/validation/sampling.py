@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from foredraft.errors import Violation
 from foredraft.sampling.params import Method, SamplingParams
-from foredraft.serving.errors import Violation
 from foredraft.v1 import common_pb2
 from foredraft.validation.checks import known, refuse, token_ids
 from foredraft.validation.enums import METHOD_VALUES, METHODS

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from foredraft.errors import Violation
 from foredraft.sampling.params import Method, SamplingParams
-from foredraft.serving.errors import Violation
 from foredraft.v1 import common_pb2, draft_pb2, target_pb2
 from foredraft.validation.checks import MAX_DRAFT_TOKENS, MAX_LOGPROBS, at_most, known, refuse, token_ids
 from foredraft.validation.sampling import RANGES, converted, session_sampling_violations

@@ -12,9 +12,9 @@ import grpc
 
 from draft_service.drafter import Counters
 from draft_service.server import SERVICE_NAME, Draft, start_draft
+from foredraft.errors import ErrorDetails, error_details
 from foredraft.sampling.params import SamplingParams
 from foredraft.serving.channel import channel
-from foredraft.serving.errors import ErrorDetails, error_details
 from foredraft.serving.server import Server
 from foredraft.settings import DraftSettings
 from foredraft.v1 import common_pb2, draft_pb2, draft_pb2_grpc

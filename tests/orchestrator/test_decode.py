@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from foredraft.serving.errors import RequestError
+from foredraft.errors import RequestError
 from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import common_pb2, draft_pb2_grpc, generation_pb2, target_pb2, target_pb2_grpc
 from orchestrator import replicas

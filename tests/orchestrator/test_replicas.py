@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from foredraft.serving.errors import RequestError
+from foredraft.errors import RequestError
 from foredraft.settings import OrchestratorSettings
 from foredraft.v1 import draft_pb2_grpc, generation_pb2, target_pb2, target_pb2_grpc
 from orchestrator import replicas as module

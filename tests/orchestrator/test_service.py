@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from foredraft.errors import Violation, error_details, unavailable
 from foredraft.serving.channel import channel
-from foredraft.serving.errors import Violation, error_details, unavailable
 from foredraft.serving.logs import add_ids
 from foredraft.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from orchestrator.backends import Draft

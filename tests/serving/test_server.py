@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from foredraft.errors import MAX_VIOLATIONS, ErrorDetails, Violation, error_details
 from foredraft.serving.channel import channel
-from foredraft.serving.errors import MAX_VIOLATIONS, ErrorDetails, Violation, error_details
 from foredraft.serving.server import Server, StartError
 from foredraft.v1 import generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
 from tests.serving.tiny_server import SERVICES, TinyTarget, add_services

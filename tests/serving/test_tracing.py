@@ -11,8 +11,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from foredraft.errors import error_details
 from foredraft.serving.channel import channel
-from foredraft.serving.errors import error_details
 from foredraft.serving.server import Server, StartError
 from foredraft.serving.tracing import Tracing
 from foredraft.settings import OrchestratorSettings

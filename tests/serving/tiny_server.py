@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from foredraft.serving.errors import Violation, invalid
+from foredraft.errors import Violation, invalid
 from foredraft.serving.logs import configure_logging
 from foredraft.serving.server import Server, run
 from foredraft.v1 import generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc

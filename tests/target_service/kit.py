@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
+from foredraft.errors import ErrorDetails, error_details
 from foredraft.serving.channel import channel
-from foredraft.serving.errors import ErrorDetails, error_details
 from foredraft.serving.server import Server
 from foredraft.settings import TargetSettings
 from foredraft.v1 import common_pb2, target_pb2, target_pb2_grpc

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from foredraft.engine.engine import Engine
+from foredraft.errors import RequestError
 from foredraft.sampling.params import Method, SamplingParams
-from foredraft.serving.errors import RequestError
 from target_service import scheduler as scheduler_module
 from target_service.scheduler import Scheduler
 from target_service.session import Limits, Session, Verdict

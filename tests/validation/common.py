@@ -7,7 +7,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from foredraft.serving.errors import RequestError
+from foredraft.errors import RequestError
 from foredraft.v1 import common_pb2
 
 V = 100

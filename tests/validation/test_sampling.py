@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft.errors import MAX_VIOLATIONS, RequestError
 from foredraft.sampling.params import Method, SamplingParams
-from foredraft.serving.errors import MAX_VIOLATIONS, RequestError
 from foredraft.v1 import common_pb2
 from foredraft.validation import (
     sampling_params,
