@@ -275,8 +275,7 @@ class Scheduler:
             else:
                 verified = coupled_verification(one.draws, job.draft)
         except ValueError as error:
-            # Parameters can leave no token to draw; that is one session's end and not the server's.
-            return RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"cannot draw the token at position {base}: {error}")
+            return self._cannot_draw(one, error)
         tokens = [*job.draft[: verified.accepted], verified.next_token]
         count, reason = finish(
             tokens, length=base, prompt_length=session.prompt_length, params=session.params, limits=self._limits
@@ -290,6 +289,17 @@ class Scheduler:
         session.finish_reason = reason
         self.counters.add_verdict(drafted=len(job.draft) if count > accepted else accepted, accepted=accepted)
         return Verdict(tokens, accepted, reason, logprobs, self._timing(job, started))
+
+    def _cannot_draw(self, one: _Round, error: ValueError) -> RequestError:
+        """What ends a session that has no token to draw: parameters may leave none, or the model gave no numbers."""
+        session, base = one.job.session, len(one.job.session.text)
+        slot = self._slots[session]
+        if bool((one.logits < torch.inf).all()):  # False for NaN, too; -inf is what a restricted head leaves out
+            self._engine.rollback(slot, base - 1)
+            return RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"cannot draw the token at position {base}: {error}")
+        self._engine.clear(slot)
+        message = f"the model's logits after {base} tokens are not numbers; the request is not at fault"
+        return RequestError(grpc.StatusCode.INTERNAL, message)
 
     def _timing(self, job: _Job, started: float) -> Timing:
         return Timing(

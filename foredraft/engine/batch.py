@@ -24,7 +24,7 @@ class Slot:
     """One session's cache. Read-only for callers.
 
     `tokens` are those whose keys and values are valid, in order; `tree_tokens`, `nodes` and `paths` (each node's
-    ancestors, root first, and itself) describe the tree.
+    ancestors, root first, and itself) describe the tree. `indexed` tokens are known to the prefix search.
     """
 
     index: int
@@ -32,10 +32,12 @@ class Slot:
     tree_tokens: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     paths: list[list[int]] = field(default_factory=list)
+    indexed: int = 0
 
     def truncate(self, tokens: int, nodes: int) -> None:
         """Keeps only the first `tokens` tokens and `nodes` nodes. For the engine."""
         del self.tokens[tokens:]
+        self.indexed = min(self.indexed, tokens)
         for items in (self.nodes, self.tree_tokens, self.paths):
             del items[nodes:]
 

@@ -1,7 +1,7 @@
 """The engine: sessions of one causal language model in slots, and one ragged forward over any mixture of them."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from foredraft.engine.batch import Batch, Node, Row, Slot
 from foredraft.engine.compatibility import embedding_rows
 from foredraft.engine.errors import ModelError, NoFreeSlot
 from foredraft.engine.parallel import Group, Leader
+from foredraft.engine.prefix import PrefixSearch
 from foredraft.engine.runner import Runner
 from foredraft.engine.selftest import check_logits, measure_batch_invariance
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Engine", "Node", "Row", "Slot"]
 
-# A prefix shorter than this is computed again rather than preferred to the least recently used slot, or copied.
+# Fewer tokens than this are computed again rather than copied, and lost rather than kept.
 WORTHWHILE_PREFIX = 16
 
 
@@ -33,6 +34,10 @@ class Rows(Protocol):
 
     def gather_rows(self, sources: Sequence[int], target: int) -> None:
         """Copies the rows `sources` to row `target` on."""
+        ...
+
+    def clear_rows(self, first: int, count: int) -> None:
+        """Zeroes `count` rows from row `first` on."""
         ...
 
 
@@ -103,6 +108,7 @@ class Engine:
         """Makes all slots free and empty."""
         self._open: dict[int, Slot] = {}
         self._free = {index: Slot(index) for index in range(self.max_sessions)}
+        self._prefixes = PrefixSearch(self.max_sessions, self.max_model_len)
         self._closed = 0
         self._closed_at = [0] * self.max_sessions
         self.forwards = 0
@@ -127,27 +133,44 @@ class Engine:
         if not self._free:
             raise NoFreeSlot(f"all {self.max_sessions} sessions are in use; try again when one has ended")
         text = list(token_ids[:-1])
-        shared = {slot.index: _common_prefix(slot.tokens, text) for slot in self._slots()}
-        oldest = min(self._free, key=lambda index: self._closed_at[index])
-        best = max(self._free, key=lambda index: shared[index])
-        if shared[best] < WORTHWHILE_PREFIX:
-            best = oldest
-        busy = max(self._open, key=lambda index: shared[index], default=best)
-        if shared[busy] >= shared[best] + WORTHWHILE_PREFIX:
-            best = oldest
-            self._cache.copy_rows(self._text_row(busy), self._text_row(best), shared[busy])
-        else:
-            busy = best
-        self._free.pop(best)
-        slot = Slot(best, tokens=text[: shared[busy]])
-        self._open[best] = slot
+        slots = [*self._free.values(), *self._open.values()]
+        shared = {slot.index: int(n) for slot, n in zip(slots, self._prefixes.shared(slots, text), strict=True)}
+        index = self._slot_to_take(shared)
+        source = max(shared, key=lambda index: shared[index])
+        reused = shared[index]
+        self._free[index].truncate(reused, 0)
+        if shared[source] >= reused + WORTHWHILE_PREFIX:
+            self._free[index].truncate(0, 0)  # so that a failure to copy leaves no wrong tokens
+            reused = shared[source]
+            self._cache.copy_rows(self._text_row(source), self._text_row(index), reused)
+        del self._free[index]
+        slot = Slot(index, tokens=text[:reused])
+        self._open[index] = slot
         return slot
+
+    def _slot_to_take(self, shared: Mapping[int, int]) -> int:
+        """The free slot for a new text, of which each slot has `shared` tokens.
+
+        One that loses next to nothing by it, as when a conversation goes on; else one as good as empty, else the
+        least recently used: a prefix that many texts share is copied, and the other texts stay.
+        """
+
+        def worth(index: int) -> int:
+            return len(self._free[index].tokens) - shared[index]
+
+        continued = max(self._free, key=lambda index: (worth(index) < WORTHWHILE_PREFIX, shared[index]))
+        if worth(continued) < WORTHWHILE_PREFIX <= shared[continued]:
+            return continued
+        return min(
+            self._free,
+            key=lambda index: (len(self._free[index].tokens) >= WORTHWHILE_PREFIX, self._closed_at[index]),
+        )
 
     def close(self, slot: Slot) -> None:
         """Ends a session; its tokens stay for reuse. Raises ValueError if it has ended already."""
         self._check_open(slot)
         del self._open[slot.index]
-        self._free[slot.index] = Slot(slot.index, tokens=slot.tokens)
+        self._free[slot.index] = Slot(slot.index, tokens=slot.tokens, indexed=slot.indexed)
         self._closed += 1
         self._closed_at[slot.index] = self._closed
 
@@ -157,6 +180,16 @@ class Engine:
         if not 0 <= length <= len(slot.tokens):
             raise ValueError(f"cannot roll back to {length} tokens; the slot holds {len(slot.tokens)}")
         slot.truncate(length, 0)
+
+    @torch.inference_mode()
+    def clear(self, slot: Slot) -> None:
+        """Drops all tokens of a session and zeroes their keys and values, which are not numbers.
+
+        Attention reads beyond the end of a text and hides that with a mask, which hides no NaN: 0 * NaN is NaN.
+        """
+        self._check_open(slot)
+        slot.truncate(0, 0)
+        self._cache.clear_rows(slot.index * self._stride, self._stride)
 
     def drop_tree(self, slot: Slot) -> None:
         """Drops all tree nodes."""
@@ -175,8 +208,8 @@ class Engine:
         prefix = slot.nodes[nodes[0]].prefix
         tokens = [slot.tree_tokens[node] for node in nodes]
         first = slot.index * self._stride
+        slot.truncate(prefix, 0)  # first, so that a failure to copy leaves no wrong tokens
         self._cache.gather_rows([first + node for node in nodes], self._text_row(slot.index) + prefix)
-        slot.truncate(prefix, 0)
         slot.tokens += tokens
 
     @torch.inference_mode()
@@ -201,10 +234,6 @@ class Engine:
 
     def _text_row(self, index: int) -> int:
         return index * self._stride + self.tree_size
-
-    def _slots(self) -> Iterator[Slot]:
-        yield from self._free.values()
-        yield from self._open.values()
 
     def _check_open(self, slot: Slot) -> None:
         if self._open.get(slot.index) is not slot:
@@ -257,7 +286,3 @@ class Engine:
             for slot, tokens, nodes in marks.values():
                 slot.truncate(tokens, nodes)
             raise
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -66,6 +66,11 @@ class Leader:
         self._send("gather_rows", sources, target)
         self._runner.gather_rows(sources, target)
 
+    def clear_rows(self, first: int, count: int) -> None:
+        """See Runner."""
+        self._send("clear_rows", first, count)
+        self._runner.clear_rows(first, count)
+
     def plain_logits(self, text: Sequence[int]) -> Tensor:
         """See Runner."""
         self._send("plain_logits", text)

@@ -59,6 +59,11 @@ class Runner:
         """Copies the keys and values of the rows `sources` to row `target` on."""
         self._cache.gather_rows(sources, target)
 
+    @torch.inference_mode()
+    def clear_rows(self, first: int, count: int) -> None:
+        """Zeroes the keys and values of `count` rows from row `first` on."""
+        self._cache.clear_rows(first, count)
+
     @torch.no_grad()
     def plain_logits(self, text: Sequence[int]) -> Tensor:
         """Logits [len(text), V] as the model computes them without slots, and, outside of inference mode, unpacked."""

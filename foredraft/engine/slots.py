@@ -85,6 +85,11 @@ class SlotCache(Cache):
             index = on_device(sources, buffer.device) if index is None else index
             buffer[:, target : target + len(sources)].copy_(buffer[:, index])
 
+    def clear_rows(self, first: int, count: int) -> None:
+        """Zeroes `count` rows from row `first` on."""
+        for buffer in self._buffers():
+            buffer[:, first : first + count].zero_()
+
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.slot_layers:
             yield layer.keys

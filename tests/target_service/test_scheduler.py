@@ -1,8 +1,10 @@
 """What a step takes into its forward, and what becomes of slots. The steps are run by hand: no thread, no clock."""
 
+import math
 import time
 from collections.abc import Sequence
 
+import grpc
 import pytest
 import torch
 
@@ -70,6 +72,48 @@ def test_long_prompts_take_turns_and_a_step_reads_no_more_than_a_chunk() -> None
     for step in range(6):
         assert bench.step() == (1, CHUNK)
         assert [len(bench.verdicts[each]) for each in sessions] == [int(step >= 3 + i) for i in range(3)]
+
+
+def test_logits_that_are_no_numbers_are_the_servers_fault_and_stay_with_their_session() -> None:
+    bench = Bench(max_sessions=1)
+    embedding = bench.engine.model.get_input_embeddings().weight
+    good, bad = session(prompt(20)), session([*prompt(40), 300])
+    bench.submit(good)
+    bench.finish()
+    bench.scheduler.close(good)
+    row = embedding[300].clone()
+    with torch.no_grad():
+        embedding[300] = torch.nan
+    bench.submit(bad)
+    bench.finish()
+    (error,) = bench.verdicts[bad]
+    assert isinstance(error, RequestError)
+    assert error.status is grpc.StatusCode.INTERNAL
+    assert "the request is not at fault" in error.message
+    bench.scheduler.close(bad)
+    with torch.no_grad():
+        embedding[300] = row
+    again = session(prompt(20))
+    bench.submit(again)
+    bench.finish()
+    (first,), (second,) = bench.verdicts[good], bench.verdicts[again]
+    assert isinstance(first, Verdict)
+    assert isinstance(second, Verdict)
+    assert first.tokens == second.tokens
+
+
+def test_a_session_that_has_no_token_to_draw_is_rolled_back_and_told_why() -> None:
+    bench = Bench()
+    masked = session(prompt(4), logit_bias=dict.fromkeys(range(tiny.VOCABULARY_SIZE), -math.inf))
+    bench.submit(masked)
+    bench.finish()
+    (error,) = bench.verdicts[masked]
+    assert isinstance(error, RequestError)
+    assert error.status is grpc.StatusCode.INVALID_ARGUMENT
+    # Another round of it would be computed like the first.
+    bench.submit(masked)
+    bench.finish()
+    assert len(bench.verdicts[masked]) == 2
 
 
 def answered_together(bench: Bench) -> tuple[Session, Session]:
